@@ -1,0 +1,221 @@
+"""The only user of fsspec: open, list, hash, and publish atomically, on a local disk or an object store.
+
+A local file is published by temp, fsync, rename, fsync of the folder; a remote one by one PUT. A reader therefore sees a
+whole file or none, also after kill -9 or on a full disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from core.errors import InputError, StorageError
+
+TEMPORARY = ".tmp-"
+
+
+class Folder:
+    """One folder, named by a path or an fsspec URL; all names below it are relative and use forward slashes.
+
+    Picklable, so that units can carry it to workers.
+    """
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        self.url = os.fspath(url).rstrip("/") or "/"
+        scheme, separator, rest = self.url.partition("://")
+        if separator and scheme == "file":
+            self.url, separator = rest, ""
+        self.local: Path | None = None if separator else Path(self.url)
+
+    def __repr__(self) -> str:
+        return f"Folder({self.url!r})"
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> Folder:
+        return Folder(self.path(name))
+
+    def path(self, name: str) -> str:
+        """Full path or URL of `name`. A name that is itself absolute or a URL stands for itself."""
+        if name.startswith("/") or "://" in name:
+            return name
+        return f"{self.url}/{name}"
+
+    def _remote(self, name: str) -> tuple[Any, str]:
+        import fsspec
+
+        try:
+            return fsspec.core.url_to_fs(self.path(name))
+        except ImportError as error:
+            raise StorageError(f"{self.url} needs a package that is not installed: {error}") from error
+
+    def _local_path(self, name: str) -> Path | None:
+        path = self.path(name)
+        return None if "://" in path else Path(path)
+
+    def exists(self, name: str) -> bool:
+        local = self._local_path(name)
+        if local is not None:
+            return local.exists()
+        fs, path = self._remote(name)
+        return bool(fs.exists(path))
+
+    def size(self, name: str) -> int:
+        """Bytes of file `name`."""
+        local = self._local_path(name)
+        if local is not None:
+            return local.stat().st_size
+        fs, path = self._remote(name)
+        return int(fs.size(path))
+
+    def list(self, pattern: str) -> list[str]:
+        """Sorted names matching `pattern` (`parts/*.parquet`; wildcards in the last segment only), unfinished ones left out."""
+        parent, _, leaf = pattern.rpartition("/")
+        local = self._local_path(parent or ".")
+        names: list[str]
+        if local is not None:
+            names = os.listdir(local) if local.is_dir() else []
+        else:
+            fs, path = self._remote(parent or ".")
+            names = [p.rstrip("/").rsplit("/", 1)[-1] for p in fs.ls(path, detail=False)] if fs.exists(path) else []
+        chosen = sorted(n for n in names if fnmatch.fnmatchcase(n, leaf) and not n.startswith(TEMPORARY))
+        return [f"{parent}/{n}" if parent else n for n in chosen]
+
+    def open(self, name: str) -> IO[bytes]:
+        """A file object to read `name` from."""
+        local = self._local_path(name)
+        if local is not None:
+            return local.open("rb")
+        fs, path = self._remote(name)
+        return fs.open(path, "rb")
+
+    def read(self, name: str) -> bytes:
+        with self.open(name) as file:
+            return file.read()
+
+    def read_range(self, name: str, offset: int, size: int) -> bytes:
+        """`size` bytes of `name` from `offset`; fewer where the file ends."""
+        local = self._local_path(name)
+        if local is None:
+            fs, path = self._remote(name)
+            return fs.cat_file(path, start=offset, end=offset + size)
+        with local.open("rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
+    def sha256(self, name: str) -> str:
+        """Hex digest of the whole file."""
+        with self.open(name) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Publish `data` as `name`, whole or not at all."""
+        with self.staged(name) as path:
+            path.write_bytes(data)
+
+    @contextlib.contextmanager
+    def staged(self, name: str) -> Iterator[Path]:
+        """A local temporary path to write to; on a clean exit it is published as `name`, on an error it is removed.
+
+        Raises:
+            StorageError: the folder cannot be written, or the disk is full (what was finished before stays).
+        """
+        local = self._local_path(name)
+        with _storage_errors(self.path(name)):
+            if local is not None:
+                local.parent.mkdir(parents=True, exist_ok=True)
+                temporary = local.parent / f"{TEMPORARY}{os.getpid()}-{local.name}"
+            else:
+                temporary = Path(tempfile.mkdtemp(prefix="pairmill-")) / name.rsplit("/", 1)[-1]
+            try:
+                yield temporary
+                if local is not None:
+                    _sync(temporary)
+                    os.replace(temporary, local)
+                    _sync(local.parent)
+                else:
+                    fs, path = self._remote(name)
+                    fs.put_file(str(temporary), path)
+            finally:
+                temporary.unlink(missing_ok=True)
+                if local is None:
+                    shutil.rmtree(temporary.parent, ignore_errors=True)
+
+    def make(self) -> None:
+        """Create the folder and prove that it can be written.
+
+        Raises:
+            StorageError: it cannot.
+        """
+        if self.local is None:
+            return  # an object store has no folders; the first write proves it
+        with _storage_errors(self.url):
+            self.local.mkdir(parents=True, exist_ok=True)
+            descriptor, probe = tempfile.mkstemp(prefix=TEMPORARY, dir=self.local)
+            os.close(descriptor)
+            os.unlink(probe)
+
+    def remove(self, name: str) -> None:
+        """Remove a file or a whole subfolder; nothing there is fine."""
+        local = self._local_path(name)
+        if local is None:
+            fs, path = self._remote(name)
+            if fs.exists(path):
+                fs.rm(path, recursive=True)
+        elif local.is_dir() and not local.is_symlink():
+            shutil.rmtree(local)
+        else:
+            local.unlink(missing_ok=True)
+
+    def sweep(self, parent: str) -> None:
+        """Remove what a killed writer left unfinished in `parent`. Only for the holder of the work folder's lock."""
+        local = self._local_path(parent)
+        if local is not None and local.is_dir():
+            for leftover in local.glob(f"{TEMPORARY}*"):
+                leftover.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _storage_errors(where: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(
+                f"the disk is full while writing {where}; free some space and run the same command again to continue"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            raise StorageError(f"cannot write {where}: {error.strerror}; choose another folder with --work") from error
+        raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def expand(pattern: str) -> list[str]:
+    """Files named by a path, a glob or an fsspec URL, sorted.
+
+    Raises:
+        InputError: nothing is there.
+    """
+    import fsspec
+
+    fs, path = fsspec.core.url_to_fs(pattern)
+    names = sorted(fs.glob(path)) if any(c in path for c in "*?[") else ([path] if fs.exists(path) else [])
+    if not names:
+        raise InputError(f"expected a file at {pattern}, found none")
+    return [str(fs.unstrip_protocol(n)).removeprefix("file://") for n in names]
