@@ -66,7 +66,7 @@ def flag_name(field: dataclasses.Field[Any]) -> str:
 
 
 @functools.cache
-def field_docs(cls: type) -> dict[str, str]:
+def field_docs(cls: Any) -> dict[str, str]:
     """The docstring under each field of `cls` and its bases, by field name."""
     docs: dict[str, str] = {}
     for klass in reversed(cls.__mro__):
@@ -86,7 +86,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 @functools.cache
-def field_types(cls: type) -> dict[str, Any]:
+def field_types(cls: Any) -> dict[str, Any]:
     """Resolved type of each field of `cls`."""
     return typing.get_type_hints(cls)
 
@@ -204,7 +204,9 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
 
 
-def command(cls: type[Config], verb: Callable[[Config], dict[str, Any]], show: Callable[..., None]) -> Callable[..., None]:
+def command(
+    cls: type[Config], verb: Callable[[Config], dict[str, Any]], show: Callable[..., None]
+) -> Callable[..., None]:
     """A function Typer can register: its parameters are the fields of `cls` and `--json`; it runs `verb`, then `show`s.
 
     `show(summary, json)` prints the summary object for people or as the last line for machines.
@@ -221,7 +223,9 @@ def command(cls: type[Config], verb: Callable[[Config], dict[str, Any]], show: C
         default=False,
         annotation=Annotated[
             bool,
-            typer.Option("--json", help="Print one summary object as the last line.", rich_help_panel="Common to all verbs"),
+            typer.Option(
+                "--json", help="Print one summary object as the last line.", rich_help_panel="Common to all verbs"
+            ),
         ],
     )
     invoke.__signature__ = inspect.Signature([*as_parameters(cls), as_json])  # type: ignore[attr-defined]

@@ -1,0 +1,176 @@
+"""Runs units on local processes or on Ray, skipping finished ones, with one progress line for all of them.
+
+A task is a picklable function of one unit; it publishes its own outputs and returns a small summary. Which units are
+done is read from what lies on disk, never remembered here, so a killed run simply continues.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import multiprocessing
+import multiprocessing.queues
+import os
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from core.errors import ConfigError, HardwareError, RunError
+from core.plan import Unit
+from core.progress import Progress
+
+log = logging.getLogger("pairmill.runner")
+Task = Callable[[Unit], Any]
+FLUSH_S = 0.25
+
+_outbox: multiprocessing.queues.Queue[dict[str, int]] | None = None
+_pending: Counter[str] = Counter()
+_flushed = 0.0
+
+
+def tick(n: int = 1, **counts: int) -> None:
+    """Called by a task, in whatever process it runs: `n` more things are done, and other counts of interest.
+
+    Cheap enough for every row: sent on a few times a second.
+    """
+    global _flushed
+    _pending.update({"": n, **counts})
+    now = time.monotonic()
+    if _outbox is not None and now - _flushed > FLUSH_S:
+        _flushed = now
+        _flush()
+
+
+def _flush() -> None:
+    if _outbox is not None and _pending:
+        _outbox.put(dict(_pending))
+        _pending.clear()
+
+
+def cores() -> int:
+    """Cores this process may use, which in a container or under Slurm is fewer than the machine has."""
+    return len(os.sched_getaffinity(0))
+
+
+def run_units(
+    units: Sequence[Unit],
+    task: Task,
+    *,
+    done: Callable[[Unit], bool],
+    workers: int,
+    engine: str,
+    label: str,
+    unit_of_progress: str = "rows",
+) -> Iterator[tuple[Unit, Any]]:
+    """Run `task` on every unit that is not `done`; yields (unit, what the task returned) as they finish, in any order.
+
+    Raises:
+        ConfigError: an unknown engine.
+        HardwareError: Ray was asked for and is not installed.
+        RunError: a worker process died.
+    """
+    if engine not in ("local", "ray"):
+        raise ConfigError(f"expected --engine local or ray, found {engine!r}")
+    finished = [done(unit) for unit in units]
+    todo = [unit for unit, is_done in zip(units, finished, strict=True) if not is_done]
+    rows_done = sum(unit.rows for unit, is_done in zip(units, finished, strict=True) if is_done)
+    if rows_done:
+        log.info("%s: %d of %d units are already there", label, len(units) - len(todo), len(units))
+    with Progress(label, sum(unit.rows for unit in units), unit_of_progress, done=rows_done) as progress:
+        if engine == "ray":
+            yield from _on_ray(todo, task, progress)
+        else:
+            workers = min(workers or cores(), len(todo))
+            yield from (
+                _in_this_process(todo, task, progress) if workers <= 1 else _on_processes(todo, task, workers, progress)
+            )
+
+
+def _advance(progress: Progress, counts: dict[str, int]) -> None:
+    progress.advance(counts.pop("", 0), counts=counts)
+
+
+def _in_this_process(todo: Sequence[Unit], task: Task, progress: Progress) -> Iterator[tuple[Unit, Any]]:
+    with _collecting(queue.Queue(), progress) as outbox:
+        _start_worker(outbox)
+        try:
+            for unit in todo:
+                result = task(unit)
+                _flush()
+                yield unit, result
+        finally:
+            _start_worker(None)
+
+
+def _on_processes(todo: Sequence[Unit], task: Task, workers: int, progress: Progress) -> Iterator[tuple[Unit, Any]]:
+    context = multiprocessing.get_context("spawn")  # forking a process with DuckDB, Arrow or torch threads may deadlock
+    with _collecting(context.Queue(), progress) as outbox:
+        pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(outbox,))
+        try:
+            futures = {pool.submit(_task_in_worker, task, unit): unit for unit in todo}
+            for future in concurrent.futures.as_completed(futures):
+                yield futures[future], future.result()
+        except BrokenProcessPool as error:
+            raise RunError(
+                "a worker process died (killed, out of memory, or crashed in a codec); finished units are safe, run the "
+                "same command again to continue"
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _task_in_worker(task: Task, unit: Unit) -> Any:
+    try:
+        return task(unit)
+    finally:
+        _flush()
+
+
+def _start_worker(outbox: Any) -> None:
+    global _outbox
+    _outbox = outbox
+    _pending.clear()
+
+
+class _collecting:
+    """Moves counts from a queue to the progress line in a thread while the body runs."""
+
+    def __init__(self, outbox: Any, progress: Progress) -> None:
+        self.outbox, self.progress = outbox, progress
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while (counts := self.outbox.get()) is not None:
+            _advance(self.progress, counts)
+
+    def __enter__(self) -> Any:
+        self._thread.start()
+        return self.outbox
+
+    def __exit__(self, *_: object) -> None:
+        self.outbox.put(None)
+        self._thread.join(timeout=5)
+
+
+def _on_ray(todo: Sequence[Unit], task: Task, progress: Progress) -> Iterator[tuple[Unit, Any]]:
+    try:
+        import ray
+    except ImportError as error:
+        raise HardwareError(
+            "--engine ray needs Ray, which is not installed; run: pip install 'pairmill[ray]'"
+        ) from error
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False)
+    remote = ray.remote(max_retries=3)(task)
+    waiting = {remote.remote(unit): unit for unit in todo}
+    while waiting:
+        ready, _ = ray.wait(list(waiting), num_returns=1)
+        for reference in ready:
+            unit = waiting.pop(reference)
+            result = ray.get(reference)
+            progress.advance(unit.rows)
+            yield unit, result
