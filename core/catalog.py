@@ -18,16 +18,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("pairmill.catalog")
 
 # view -> (files, the function that reads them, the verb that makes them)
+_PARTS = "read_parquet('{}', union_by_name=true)"
+_TABLE = "read_parquet('{}')"
+_LINES = "read_json_auto('{}', format='newline_delimited', union_by_name=true, filename=true)"
 VIEWS: dict[str, tuple[str, str, str]] = {
-    "pairs": ("ingest/parts/*.parquet", "read_parquet('{}', union_by_name=true)", "ingest"),
-    "signatures": ("dedup/signatures/*.parquet", "read_parquet('{}', union_by_name=true)", "dedup"),
-    "clusters": ("dedup/clusters.parquet", "read_parquet('{}')", "dedup"),
-    "decisions": ("dedup/decisions.parquet", "read_parquet('{}')", "dedup"),
-    "samples": ("shards/samples.parquet", "read_parquet('{}')", "shard"),
-    "holdout": ("holdout/samples.parquet", "read_parquet('{}')", "shard"),
-    "steps": ("runs/*/metrics.jsonl", "read_json_auto('{}', format='newline_delimited', union_by_name=true, filename=true)", "train"),
-    "evals": ("runs/*/eval.jsonl", "read_json_auto('{}', format='newline_delimited', union_by_name=true, filename=true)", "eval"),
-}  # fmt: skip
+    "pairs": ("ingest/parts/*.parquet", _PARTS, "ingest"),
+    "signatures": ("dedup/signatures/*.parquet", _PARTS, "dedup"),
+    "clusters": ("dedup/clusters.parquet", _TABLE, "dedup"),
+    "decisions": ("dedup/decisions.parquet", _TABLE, "dedup"),
+    "samples": ("shards/samples.parquet", _TABLE, "shard"),
+    "holdout": ("holdout/samples.parquet", _TABLE, "shard"),
+    "steps": ("runs/*/metrics.jsonl", _LINES, "train"),
+    "evals": ("runs/*/eval.jsonl", _LINES, "eval"),
+}
 
 
 def connect(folder: Folder, *, memory_gb: float | None = None) -> duckdb.DuckDBPyConnection:

@@ -91,7 +91,7 @@ def field_types(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def as_parameters(cls: type[StageConfig]) -> list[inspect.Parameter]:
+def as_parameters(cls: Any) -> list[inspect.Parameter]:
     """The fields of `cls` as parameters that Typer reads: arguments first, then the stage's options, then the common."""
     import typer
 
@@ -124,14 +124,14 @@ def build(cls: type[Config], values: Mapping[str, Any], *, where: str) -> Config
     Raises:
         ConfigError: an unknown name (the nearest is offered), a missing one, or a value of another type.
     """
-    hints = field_types(cls)
+    hints = field_types(typing.cast(Any, cls))
     for name in values:
         if name not in hints:
             raise ConfigError(f"{where} knows no setting {name!r}: {nearest(name, hints)}")
     clean = {name: _checked(value, hints[name], f"{where}: {name}") for name, value in values.items()}
     missing = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING and f.name not in clean]
     if missing:
-        raise ConfigError(f"{where} needs the setting {missing[0]!r}: {field_docs(cls)[missing[0]]}")
+        raise ConfigError(f"{where} needs the setting {missing[0]!r}: {field_docs(typing.cast(Any, cls))[missing[0]]}")
     return cls(**clean)
 
 
@@ -154,8 +154,16 @@ def _checked(value: Any, hint: Any, name: str) -> Any:
     return value
 
 
-def load_recipe(path: str, stages: Mapping[str, type[StageConfig]]) -> dict[str, StageConfig]:
+def load_recipe(
+    path: str,
+    stages: Mapping[str, type[StageConfig]],
+    *,
+    common: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, StageConfig]:
     """Read a TOML recipe: common settings at the top, then one table a stage, in any order.
+
+    `common` and `overrides` (by stage) win over what the recipe says; stages come back in the order of `stages`.
 
     Relative paths in a recipe are relative to the current folder, as on the command line. `~` and `$NAME` in strings
     are expanded, so that one recipe serves on machines whose data lies elsewhere.
@@ -171,17 +179,18 @@ def load_recipe(path: str, stages: Mapping[str, type[StageConfig]]) -> dict[str,
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not TOML: {error}") from error
     common_names = [f.name for f in dataclasses.fields(StageConfig)]
-    common = {k: _expanded(v) for k, v in recipe.items() if not isinstance(v, dict)}
-    for name in common:
+    shared = {k: _expanded(v) for k, v in recipe.items() if not isinstance(v, dict)}
+    for name in shared:
         if name not in common_names:
             raise ConfigError(f"{path} knows no setting {name!r} at its top: {nearest(name, [*common_names, *stages])}")
-    configs: dict[str, StageConfig] = {}
-    for name, table in recipe.items():
-        if not isinstance(table, dict):
-            continue
+    tables = {name: table for name, table in recipe.items() if isinstance(table, dict)}
+    for name in tables:
         if name not in stages:
             raise ConfigError(f"{path} knows no stage [{name}]: {nearest(name, stages)}")
-        values = {**common, **{k: _expanded(v) for k, v in table.items()}}
+    configs: dict[str, StageConfig] = {}
+    for name in (stage for stage in stages if stage in tables):
+        own = {key: _expanded(value) for key, value in tables[name].items()}
+        values = {**shared, **own, **(common or {}), **(overrides or {}).get(name, {})}
         configs[name] = build(stages[name], values, where=f"{path} [{name}]")
     return configs
 

@@ -99,7 +99,8 @@ def pair_schema(source_columns: list[pa.Field[Any]] | None = None) -> pa.Schema:
     """Schema of one ingest part: `pair_fields` and then the source's own columns, in the source's order."""
     import pyarrow as pa
 
-    return pa.schema(pair_fields() + list(source_columns or []))
+    fields: list[pa.Field[Any]] = [*pair_fields(), *(source_columns or [])]
+    return pa.schema(fields)
 
 
 def decision_schema() -> pa.Schema:

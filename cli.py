@@ -1,0 +1,153 @@
+"""The command line: one verb a stage, `run` and `demo` chain them. No logic here.
+
+Config classes are cheap to import; a stage's module, with torch, DuckDB or DALI behind it, only when its verb runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json as jsonlib
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from core.config import StageConfig, command, load_recipe
+from core.errors import PairmillError
+from dedup.config import DedupConfig
+from demo.config import DemoConfig
+from ingest.config import AdoptConfig, IngestConfig
+from report.config import AuditConfig, ReportConfig, SqlConfig
+from shardkit.config import ShardConfig, VerifyConfig
+from train.config import DiagnoseConfig, DoctorConfig, EvalConfig, ExportConfig, PlanConfig, TrainConfig
+
+Summary = dict[str, Any]
+
+# What a recipe may hold, in the order in which it runs.
+STAGES: dict[str, tuple[type[StageConfig], str]] = {
+    "ingest": (IngestConfig, "ingest.fetch"),
+    "adopt": (AdoptConfig, "ingest.adopt"),
+    "dedup": (DedupConfig, "dedup.keep"),
+    "shard": (ShardConfig, "shardkit.pack"),
+    "train": (TrainConfig, "train.run"),
+    "eval": (EvalConfig, "train.evaluate"),
+    "report": (ReportConfig, "report.run"),
+}
+TOOLS: dict[str, tuple[type[StageConfig], str]] = {
+    "verify": (VerifyConfig, "shardkit.verify"),
+    "export": (ExportConfig, "train.export"),
+    "audit": (AuditConfig, "report.audit"),
+    "sql": (SqlConfig, "report.sql"),
+    "diagnose": (DiagnoseConfig, "train.diagnose"),
+    "plan": (PlanConfig, "train.budget"),
+    "doctor": (DoctorConfig, "train.doctor"),
+}
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="From a list of image URLs with alt text to a trained CLIP. Start with `pairmill demo`.",
+)
+
+
+def main() -> None:
+    """Entry point: errors of pairmill's own become one sentence and an exit code, anything else keeps its traceback."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        app()
+    except PairmillError as error:
+        print(f"pairmill: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("pairmill: stopped; run the same command again to continue", file=sys.stderr)
+        sys.exit(130)
+
+
+def _stage(module: str) -> Callable[[Any], Summary]:
+    return lambda config: importlib.import_module(module).run(config)
+
+
+def _shower(module: str) -> Callable[[Summary, bool], None]:
+    def show(summary: Summary, json: bool) -> None:
+        if json:
+            print(jsonlib.dumps(summary, default=str))
+        else:
+            _print(importlib.import_module(module), summary)
+        if code := summary.get("exit_code"):
+            raise typer.Exit(code)
+
+    return show
+
+
+def _print(module: Any, summary: Summary) -> None:
+    """A stage's own `render(summary)` where it has one, else its plain figures."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if hasattr(module, "render"):
+        rendered = module.render(summary)
+    else:
+        rendered = Table(show_header=False, box=None)
+        for key, value in summary.items():
+            rendered.add_row(f"[bold]{key}", f"{value:,}" if isinstance(value, (int, float)) else str(value))
+    Console().print(rendered)
+
+
+def run_stages(configs: dict[str, StageConfig]) -> dict[str, Summary]:
+    """Run the stages of a recipe in order; each skips what it has already done."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    summaries: dict[str, Summary] = {}
+    for name, config in configs.items():
+        console.rule(f"[bold]{name}", align="left")
+        module = STAGES[name][1]
+        summaries[name] = _stage(module)(config)
+    return summaries
+
+
+@app.command(rich_help_panel="The whole way")
+def run(
+    recipe: Annotated[str, typer.Argument(help="TOML recipe: one table a stage; see examples/.")],
+    work: Annotated[str | None, typer.Option(help="Work folder, instead of the recipe's.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Worker processes, instead of the recipe's.")] = None,
+    engine: Annotated[str | None, typer.Option(help="`local` or `ray`, instead of the recipe's.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh/--resume", help="Throw earlier results away.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one summary object as the last line.")] = False,
+) -> None:
+    """Run a recipe: ingest, dedup, shard, train, eval, report, skipping what is finished."""
+    given = {"work": work, "workers": workers, "engine": engine, "fresh": fresh or None}
+    common = {name: value for name, value in given.items() if value is not None}
+    summaries = run_stages(load_recipe(recipe, {n: c for n, (c, _) in STAGES.items()}, common=common))
+    if json:
+        print(jsonlib.dumps(summaries, default=str))
+    else:
+        for name, summary in summaries.items():
+            _print(importlib.import_module(STAGES[name][1]), summary)
+
+
+def _demo(config: DemoConfig) -> Summary:
+    from demo.world import serve_world, summarise
+
+    with serve_world(config) as world:
+        recipe = str(Path(__file__).parent / "demo" / "recipe.toml")
+        common = {"work": config.work, "workers": config.workers, "engine": config.engine, "fresh": config.fresh}
+        stages = {n: c for n, (c, _) in STAGES.items()}
+        summaries = run_stages(load_recipe(recipe, stages, common=common, overrides=world.overrides))
+    return summarise(config, summaries)
+
+
+def _register() -> None:
+    app.command("demo", rich_help_panel="The whole way")(command(DemoConfig, _demo, _shower("demo.world")))
+    for panel, verbs in (("Stages", STAGES), ("Tools", TOOLS)):
+        for name, (config, module) in verbs.items():
+            app.command(name, rich_help_panel=panel)(command(config, _stage(module), _shower(module)))
+
+
+_register()
+
+if __name__ == "__main__":
+    main()
