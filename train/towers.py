@@ -288,3 +288,10 @@ class CLIP(nn.Module):
             read.append(first_N + end_B[sample : sample + n])
             sample, start = sample + n, start + n * length
         return torch.cat(rows), torch.cat(read)
+
+
+def unwrap(model: nn.Module) -> CLIP:
+    """The CLIP inside DistributedDataParallel, or the model itself."""
+    inner = getattr(model, "module", model)
+    assert isinstance(inner, CLIP)
+    return inner

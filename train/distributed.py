@@ -1,0 +1,177 @@
+"""Ranks: start, stop, launch, and the few collectives outside the loss.
+
+torch is imported inside the functions, because the launcher runs in a process that never needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from core.errors import ConfigError, HardwareError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+log = logging.getLogger("pairmill.train")
+
+TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks of a run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+
+def ranks_from_env() -> tuple[int, int, int]:
+    """(rank, size, local rank) as torchrun or srun set them; (0, 1, 0) outside of both."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0))
+    if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
+        return int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env.get("SLURM_LOCALID", 0))
+    return 0, 1, 0
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """"auto" takes this rank's GPU if there is one, else the CPU; HardwareError when a named device is missing."""
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu or cuda; found {name!r}.")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if local_rank >= count:
+        raise HardwareError(
+            f"Local rank {local_rank} asks for GPU {local_rank}, but this machine shows {count}; "
+            "start fewer ranks or choose --device cpu."
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def world(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Iterator[World]:
+    """Join the ranks that the environment names, and leave them at the end: NCCL on GPUs, gloo on CPUs.
+
+    Under srun set MASTER_ADDR and MASTER_PORT as for torchrun. A single process makes no group.
+    """
+    import torch.distributed as dist
+
+    rank, size, local_rank = ranks_from_env()
+    own = choose_device(device, local_rank)
+    if size > 1:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ConfigError(f"{size} ranks were started without {' and '.join(missing)}; set them, or use torchrun.")
+        backend = "nccl" if own.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, init_method="env://", rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+        )
+    try:
+        yield World(rank, size, local_rank, own)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def wrap(model: nn.Module, ranks: World) -> nn.Module:
+    """DDP around the model when there are several ranks. Gradients are averaged, as `train.loss` expects."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = model.to(ranks.device)
+    if ranks.size == 1:
+        return model
+    device_ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+    return DistributedDataParallel(
+        model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
+    )
+
+
+def barrier() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """One picklable value a rank, on every rank, in rank order."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return [value]
+    out: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value)
+    return out
+
+
+def mean(values: dict[str, float], ranks: World) -> dict[str, float]:
+    """The mean over ranks of each number; every rank passes the same keys."""
+    import torch
+    import torch.distributed as dist
+
+    if ranks.size == 1:
+        return dict(values)
+    packed = torch.tensor(list(values.values()), dtype=torch.float64, device=ranks.device)
+    dist.all_reduce(packed)
+    return dict(zip(values, (packed / ranks.size).tolist(), strict=True))
+
+
+def launch_ranks(argv: Sequence[str], ranks: int, env: dict[str, str] | None = None) -> int:
+    """Run `python ARGV` once a rank on this machine through torchrun; returns its exit code (128 + n for signal n).
+
+    `argv` is a script with its arguments, or "-m", module, arguments. SIGINT and SIGTERM reach all ranks, and when one
+    rank dies the others are ended. The cores are shared out evenly unless OMP_NUM_THREADS is set.
+    """
+    if ranks < 1:
+        raise ConfigError(f"ranks must be at least 1, found {ranks}.")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *argv]
+    child = subprocess.Popen(command, env=_rank_env(ranks, env))
+    with _forwarded_signals(child):
+        code = child.wait()
+    log.debug("%d ranks ended with code %d", ranks, code)
+    return code if code >= 0 else 128 - code
+
+
+def _rank_env(ranks: int, extra: dict[str, str] | None) -> dict[str, str]:
+    env = {**os.environ, **(extra or {})}
+    cores = len(os.sched_getaffinity(0))
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+    return env
+
+
+@contextmanager
+def _forwarded_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    def forward(number: int, _: FrameType | None) -> None:
+        child.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if child.poll() is None:
+            child.kill()
+            child.wait()
