@@ -1,0 +1,121 @@
+"""Settings of the training verbs. Cheap to import: no torch, no numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from core.config import StageConfig, setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(StageConfig):
+    """Train a CLIP on shards: exact batches on any number of ranks, checkpoints that continue exactly.
+
+    The run lives in WORK/runs/NAME. Running the same command again continues it from its newest checkpoint, on any
+    number of ranks that divides the batch.
+    """
+
+    shards: str = setting("")
+    """Folder of shards made by `shard`, or any webdataset folder or URL; empty takes WORK/shards."""
+    name: str = setting("main")
+    """Name of the run, a folder under WORK/runs. Other settings need another name."""
+    model: str = setting("small-112")
+    """Shape of both towers: `small-112` or `tiny-64` train on a CPU, `ViT-B-32` and up want GPUs."""
+    batch_size: int = setting(256)
+    """Pairs a step over all ranks. Larger batches give more negatives; ranks must divide it."""
+    micro_batch: int = setting(0, stable=False)
+    """Pairs a rank holds with activations at a time; 0 holds its whole share. Lower it when memory ends: the gradients
+    stay those of the whole batch, at about a third more compute."""
+    ranks: int = setting(0, stable=False)
+    """Processes on this machine; 0 takes one a GPU, or one on a CPU, where threads already use every core."""
+    epochs: int = setting(1)
+    """Passes over the shards; ignored where `steps` is given."""
+    steps: int = setting(0)
+    """Optimiser steps; 0 takes as many as `epochs` hold."""
+    lr: float = setting(5e-4)
+    """Peak learning rate. 5e-4 suits batches up to some thousands, 1e-3 small towers; too high shows as spikes."""
+    warmup: int = setting(0)
+    """Steps of linear warm-up before the cosine; 0 takes a twentieth of the run, at most 2,000."""
+    wd: float = setting(0.2)
+    """Weight decay of matrices and embeddings (gains, biases and the scale have none)."""
+    grad_clip: float = setting(1.0)
+    """Largest gradient norm; longer gradients are scaled down to it. 0 turns clipping off, the norm is logged anyway."""
+    precision: Literal["bf16", "fp32"] = setting("bf16")
+    """Type of the matrix products; parameters and the loss stay in fp32 either way."""
+    loss: Literal["clip", "siglip"] = setting("clip")
+    """Symmetric softmax over the global batch, or SigLIP's pairwise sigmoid."""
+    seed: int = setting(0)
+    """Seed of the first weights, of the order of the samples and of every crop and caption choice."""
+    init: str = setting("")
+    """Weights to start from: a checkpoint or run folder of ours, an open_clip folder, a .safetensors or .pt file."""
+    val: str = setting("")
+    """Shards to measure retrieval on; empty takes WORK/holdout if it is there, `none` turns it off."""
+    eval_every: int = setting(0, stable=False)
+    """Steps between evaluations; 0 evaluates at the end only."""
+    checkpoint_every: int = setting(500, stable=False)
+    """Steps between checkpoints; one is always written at the end and on SIGTERM. 0 writes those only."""
+    keep: int = setting(3, stable=False)
+    """Newest checkpoints to keep; at least 2 leaves one to fall back to when the newest is damaged."""
+    log_every: int = setting(10)
+    """Steps a row of metrics.jsonl covers."""
+    crop: float = setting(0.9)
+    """Smallest share of a picture's area that a random crop keeps; 1 turns random crops off (middle square)."""
+    flip: bool = setting(False)
+    """Mirror half of the pictures. Wrong for captions that say left or right, or pictures with writing."""
+    patch_dropout: float = setting(0.0)
+    """Share of image patches dropped in training (FLIP): 0.5 nearly halves the image tower's work."""
+    decode: Literal["auto", "cpu", "dali"] = setting("auto", stable=False)
+    """Who decodes: `dali` on GPUs, threads of libjpeg-turbo on CPUs; `auto` takes DALI where it and a GPU are there."""
+    threads: int = setting(0, stable=False)
+    """Decode threads a rank; 0 shares the machine's cores out over its ranks."""
+    max_bad: float = setting(0.01, stable=False)
+    """Share of unreadable pictures that stops the run; below it they are left out of the loss and listed in
+    quarantine.jsonl."""
+    checkpointing: bool = setting(False, stable=False)
+    """Recompute activations in the backward pass: much less memory for about a third more compute."""
+    compile: bool = setting(False, stable=False)
+    """Compile the towers with torch.compile: pays on GPUs in long runs, not on CPUs."""
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", stable=False)
+    """Where to train; `auto` takes GPUs where there are any, `cuda` refuses to start without one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig(StageConfig):
+    """Measure a checkpoint: retrieval on shards with captions, zero-shot classification on class folders."""
+
+    checkpoint: str = setting("")
+    """What to measure: a checkpoint or run folder, an open_clip folder, a .safetensors or .pt file; empty takes the
+    newest checkpoint of the run `name`."""
+    name: str = setting("main")
+    """Run whose newest checkpoint is measured and whose eval.jsonl receives the figures."""
+    model: str = setting("")
+    """Shape of the towers, needed only for bare weight files, which do not name theirs."""
+    val: str = setting("")
+    """Shards to measure retrieval on; empty takes WORK/holdout if it is there, `none` turns it off."""
+    zero_shot: str = setting("")
+    """Folder of class folders with pictures; a folder's name is its class (underscores read as spaces)."""
+    templates: str = setting("")
+    """Text file of caption templates, one a line, `{}` where the class name goes; empty takes a few general ones."""
+    batch: int = setting(250)
+    """Pictures or captions embedded at a time."""
+    precision: Literal["bf16", "fp32"] = setting("bf16")
+    """Type of the matrix products."""
+    threads: int = setting(0)
+    """Decode threads; 0 takes one a core."""
+    device: Literal["auto", "cpu", "cuda"] = setting("auto")
+    """Where to run; `auto` takes a GPU where there is one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportConfig(StageConfig):
+    """Write a checkpoint as files that open_clip loads."""
+
+    checkpoint: str = setting("")
+    """What to export: a checkpoint or run folder; empty takes the newest checkpoint of the run `name`."""
+    name: str = setting("main")
+    """Run whose newest checkpoint is exported."""
+    out: str = setting("")
+    """Folder to write; empty takes WORK/runs/NAME/export. open_clip loads it as `local-dir:OUT`."""
+    pt: bool = setting(False)
+    """Also write `open_clip_model.pt`, a plain state dict for `--pretrained`."""
