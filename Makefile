@@ -43,7 +43,7 @@ flickr8k: setup
 
 lock: setup
 	( echo "# Versions everything was tested with; renew with 'make lock'. Used as constraints by the Makefile."; \
-	  $(BIN)/pip freeze --exclude-editable | sed 's/+cpu//' ) > requirements.lock
+	  $(BIN)/pip freeze --all --exclude-editable | grep -v "^pip==" | sed "s/+cpu//" ) > requirements.lock
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -72,7 +72,7 @@ def field_docs(cls: Any) -> dict[str, str]:
     for klass in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(klass):
             continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(klass))).body[0]
+        body = ast.parse(textwrap.dedent(inspect.getsource(typing.cast(type, klass)))).body[0]
         assert isinstance(body, ast.ClassDef)
         for statement, following in zip(body.body, body.body[1:], strict=False):
             if (

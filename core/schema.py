@@ -6,7 +6,7 @@ pyarrow is imported inside the schema functions, because the CLI reads this modu
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -56,7 +56,7 @@ RETRYABLE = frozenset(
 )
 
 
-def pair_fields() -> list[pa.Field[Any]]:
+def pair_fields() -> list[pa.Field]:
     """The columns of `ingest/parts/*.parquet`, one row an input row, before the source's own columns.
 
     `bytes`, `sha256` and `format` describe the body as received; `width`, `height` the picture as displayed (after
@@ -95,12 +95,11 @@ def pair_fields() -> list[pa.Field[Any]]:
     ]
 
 
-def pair_schema(source_columns: list[pa.Field[Any]] | None = None) -> pa.Schema:
+def pair_schema(source_columns: list[pa.Field] | None = None) -> pa.Schema:
     """Schema of one ingest part: `pair_fields` and then the source's own columns, in the source's order."""
     import pyarrow as pa
 
-    fields: list[pa.Field[Any]] = [*pair_fields(), *(source_columns or [])]
-    return pa.schema(fields)
+    return pa.schema([*pair_fields(), *(source_columns or [])])
 
 
 def decision_schema() -> pa.Schema:

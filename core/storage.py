@@ -48,6 +48,8 @@ class Folder:
         """Full path or URL of `name`. A name that is itself absolute or a URL stands for itself."""
         if name.startswith("/") or "://" in name:
             return name
+        if name in ("", "."):
+            return self.url
         return f"{self.url}/{name}"
 
     def _remote(self, name: str) -> tuple[Any, str]:
@@ -80,12 +82,12 @@ class Folder:
     def list(self, pattern: str) -> list[str]:
         """Sorted names matching `pattern` (`parts/*.parquet`; wildcards in the last segment only), unfinished ones left out."""
         parent, _, leaf = pattern.rpartition("/")
-        local = self._local_path(parent or ".")
+        local = self._local_path(parent)
         names: list[str]
         if local is not None:
             names = os.listdir(local) if local.is_dir() else []
         else:
-            fs, path = self._remote(parent or ".")
+            fs, path = self._remote(parent)
             names = [p.rstrip("/").rsplit("/", 1)[-1] for p in fs.ls(path, detail=False)] if fs.exists(path) else []
         chosen = sorted(n for n in names if fnmatch.fnmatchcase(n, leaf) and not n.startswith(TEMPORARY))
         return [f"{parent}/{n}" if parent else n for n in chosen]

@@ -1,0 +1,70 @@
+"""Units: cut without gaps, run once each on any number of workers, a dead worker is an error and not a hang."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from core.errors import ConfigError, RunError
+from core.plan import Unit, cut
+from core.runner import run_units, tick
+
+
+def write_unit(folder: Path, unit: Unit) -> int:
+    for _ in range(unit.rows):
+        tick(1, ok=1)
+    (folder / unit.id).write_text(f"{unit.start}-{unit.stop}")
+    return os.getpid()
+
+
+def die(unit: Unit) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(unit: Unit) -> None:
+    raise ConfigError(f"unit {unit.id} is odd")
+
+
+def test_cut_covers_every_row_once() -> None:
+    for rows in (0, 1, 6, 7, 8, 70):
+        units = cut(rows, 7)
+        assert [r for u in units for r in range(u.start, u.stop)] == list(range(rows))
+        assert len({u.id for u in units}) == len(units)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_unit_runs_once_and_finished_ones_not_at_all(tmp_path: Path, workers: int) -> None:
+    units = cut(40, 7)
+    (tmp_path / units[2].id).write_text("there before")
+    results = run_units(
+        units,
+        functools.partial(write_unit, tmp_path),
+        done=lambda unit: (tmp_path / unit.id).exists(),
+        workers=workers,
+        engine="local",
+        label="test",
+    )
+    ran = {unit.id: pid for unit, pid in results}
+    assert set(ran) == {u.id for u in units} - {units[2].id}
+    assert (tmp_path / units[2].id).read_text() == "there before"
+    assert (os.getpid() in ran.values()) == (workers == 1)
+
+
+def test_a_killed_worker_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="worker process died"):
+        list(run_units(cut(4, 1), die, done=lambda unit: False, workers=2, engine="local", label="test"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_in_a_unit_arrives_as_itself(workers: int) -> None:
+    with pytest.raises(ConfigError, match="is odd"):
+        list(run_units(cut(2, 1), fail, done=lambda unit: False, workers=workers, engine="local", label="test"))
+
+
+def test_an_unknown_engine() -> None:
+    with pytest.raises(ConfigError, match="found 'spark'"):
+        list(run_units(cut(2, 1), fail, done=lambda unit: False, workers=1, engine="spark", label="test"))

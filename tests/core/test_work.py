@@ -1,0 +1,85 @@
+"""The work folder: locked while in use, refuses other settings, knows when a stage is finished."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from core.config import StageConfig
+from core.errors import WorkFolderError
+from core.storage import Folder
+from core.work import fingerprint, open_stage, read_settings
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BakeConfig(StageConfig):
+    """Bake bread."""
+
+    flour: str = "rye"
+    """Kind of flour."""
+    note: str | None = None
+    """A note."""
+
+
+def bake(config: BakeConfig, inputs: str = "", redo: bool = True) -> str:
+    """Runs the stage for real unless it is finished; says which."""
+    with open_stage(config, "bake", home="bread", inputs=inputs, redo=redo) as stage:
+        if stage.finished:
+            return "finished"
+        stage.folder.write("bread/loaf", b"loaf")
+        stage.finish({"loaves": 1})
+        return "baked"
+
+
+def test_finished_work_is_not_done_again_until_its_input_changes(tmp_path: Path) -> None:
+    config = BakeConfig(work=str(tmp_path / "w"))
+    assert bake(config) == "baked"
+    assert bake(config) == "finished"
+    assert bake(replace(config, workers=3)) == "finished"
+    assert bake(config, inputs="other grain") == "baked"
+    assert bake(config, inputs="other grain") == "finished"
+    with pytest.raises(WorkFolderError, match="of another input"):
+        bake(config, inputs="a third", redo=False)
+    assert Folder(config.work).exists("bread/loaf"), "refusing takes nothing away"
+
+
+def test_other_settings_are_refused_naming_the_setting(tmp_path: Path) -> None:
+    config = BakeConfig(work=str(tmp_path))
+    bake(config)
+    with pytest.raises(WorkFolderError, match="flour was 'rye', now 'oat'"):
+        bake(replace(config, flour="oat"))
+    with pytest.raises(WorkFolderError, match="note was None, now 'x'"):
+        bake(replace(config, note="x"))
+    assert bake(replace(config, flour="oat", fresh=True)) == "baked"
+    assert read_settings(Folder(tmp_path))["bake"]["flour"] == "oat"
+
+
+def test_two_runs_do_not_share_a_folder_and_death_frees_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from core.config import StageConfig; from core.work import open_stage\n"
+        f"with open_stage(StageConfig(work={str(tmp_path)!r}), 'x', home='x'): print('in', flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() == b"in\n"
+    with pytest.raises(WorkFolderError, match=f"in use by another run .process {child.pid}"):
+        bake(BakeConfig(work=str(tmp_path)))
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    assert bake(BakeConfig(work=str(tmp_path))) == "baked"
+
+
+def test_fingerprint_sees_names_and_contents(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.write("a.txt", b"one")
+    first = fingerprint(folder, "*.txt")
+    folder.write("a.txt", b"two")
+    second = fingerprint(folder, "*.txt")
+    folder.write("b.txt", b"")
+    assert len({first, second, fingerprint(folder, "*.txt")}) == 3
