@@ -130,18 +130,18 @@ def run(
 
 
 def _demo(config: DemoConfig) -> Summary:
-    from demo.world import serve_world, summarise
+    from demo.play import serve_world, summarise
 
-    with serve_world(config) as world:
+    with serve_world(config) as served:
         recipe = str(Path(__file__).parent / "demo" / "recipe.toml")
         common = {"work": config.work, "workers": config.workers, "engine": config.engine, "fresh": config.fresh}
         stages = {n: c for n, (c, _) in STAGES.items()}
-        summaries = run_stages(load_recipe(recipe, stages, common=common, overrides=world.overrides))
-    return summarise(config, summaries)
+        summaries = run_stages(load_recipe(recipe, stages, common=common, overrides=served.overrides))
+    return summarise(served, summaries)
 
 
 def _register() -> None:
-    app.command("demo", rich_help_panel="The whole way")(command(DemoConfig, _demo, _shower("demo.world")))
+    app.command("demo", rich_help_panel="The whole way")(command(DemoConfig, _demo, _shower("demo.play")))
     for panel, verbs in (("Stages", STAGES), ("Tools", TOOLS)):
         for name, (config, module) in verbs.items():
             app.command(name, rich_help_panel=panel)(command(config, _stage(module), _shower(module)))
