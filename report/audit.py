@@ -1,0 +1,346 @@
+"""Dataset statistics: every number is aggregated in DuckDB over the Parquet files, so memory does not grow with rows.
+
+Each section reads the few columns it needs and is left out where its files do not exist yet, so a work folder may be
+audited at any stage, also while another stage is still filling it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core import catalog
+from core.errors import InputError
+from core.storage import Folder
+
+if TYPE_CHECKING:
+    import duckdb
+    from rich.console import RenderableType
+
+    from report.config import AuditConfig
+
+HOST = r"lower(regexp_extract(url, '^[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/?#@]*@)?([^/?#:]+)', 1))"
+BINS = 28
+# Words are counted on at most about this many captions: the list of frequent words is settled long before.
+WORD_CAPTIONS = 2_000_000
+MEASURES = {
+    "width": ("width", "pixels"),
+    "height": ("height", "pixels"),
+    "aspect": ("least(width / nullif(height, 0), 100)", "width / height"),
+    "bytes": ("bytes / 1000.0", "kB as received"),
+    "caption_chars": ("length(caption)", "characters"),
+    "caption_words": ("len(string_split(trim(caption), ' '))", "words"),
+}
+# A dropped pair whose reason ends so is a copy of one that was kept; any other reason is a filter's.
+DUPLICATE = "reason LIKE '%duplicate'"
+
+
+def run(config: AuditConfig) -> dict[str, Any]:
+    """The whole page of statistics.
+
+    Raises:
+        InputError: nothing to look at in the folder.
+    """
+    start = time.perf_counter()
+    folder = Folder(config.folder or config.work)
+    connection = catalog.connect(folder)
+    if config.folder:
+        bare_views(connection, folder)
+    page = gather(connection, top=config.top)
+    if not page:
+        raise InputError(f"{folder} holds nothing to audit yet; run `pairmill ingest` or name a folder of shards")
+    page = {"folder": str(folder), **page, "seconds": round(time.perf_counter() - start, 3)}
+    if config.html:
+        from report import html
+
+        Folder(Path(config.html).parent).write(Path(config.html).name, html.render({"audit": page}).encode())
+        page["html"] = config.html
+    return page
+
+
+def gather(connection: duckdb.DuckDBPyConnection, *, top: int = 20) -> dict[str, Any]:
+    """All sections that the connection's views allow, by name; rows are counts of pairs unless a key says otherwise."""
+    have = views(connection)
+    page: dict[str, Any] = {}
+    if "pairs" in have:
+        page |= pair_sections(connection, top)
+    if "decisions" in have:
+        page |= decision_sections(connection, top)
+    for view in ("samples", "holdout"):
+        if view in have:
+            page[view] = sample_section(connection, view)
+    if page:
+        page = {"funnel": funnel(connection), **page}
+    return page
+
+
+def views(connection: duckdb.DuckDBPyConnection) -> set[str]:
+    """Names of the views that have files."""
+    rows = connection.execute("SELECT view_name FROM duckdb_views() WHERE NOT internal").fetchall()
+    return {name for (name,) in rows}
+
+
+def bare_views(connection: duckdb.DuckDBPyConnection, folder: Folder) -> None:
+    """Make `samples` or `pairs` over a folder that is no work folder.
+
+    Raises:
+        InputError: neither samples.parquet nor img2dataset's Parquet files are there.
+    """
+    if folder.exists("samples.parquet"):
+        source = folder.path("samples.parquet").replace("'", "''")
+        connection.execute(f"CREATE OR REPLACE VIEW samples AS SELECT * FROM read_parquet('{source}')")
+        return
+    if not folder.list("*.parquet"):
+        if views(connection):
+            return
+        raise InputError(
+            f"expected samples.parquet or img2dataset's .parquet files in {folder}, found neither; to look at foreign "
+            "tars, run `pairmill adopt` on the folder first"
+        )
+    source = folder.path("*.parquet").replace("'", "''")
+    connection.execute(
+        f"CREATE OR REPLACE TEMP VIEW foreign_rows AS SELECT * FROM read_parquet('{source}', union_by_name=true)"
+    )
+    connection.execute(
+        f"CREATE OR REPLACE VIEW pairs AS SELECT {_img2dataset_columns(connection, folder)} FROM foreign_rows"
+    )
+
+
+def _img2dataset_columns(connection: duckdb.DuckDBPyConnection, folder: Folder) -> str:
+    known = catalog.columns(connection, "foreign_rows")
+    if "url" not in known or "status" not in known:
+        raise InputError(f"expected img2dataset's columns url and status in {folder}, found {', '.join(known)}")
+    outcome = "CASE WHEN status = 'success' THEN 'ok' ELSE coalesce(left(error_message, 40), status) END"
+    wanted = {
+        "url": "url",
+        "caption": "caption",
+        "outcome": outcome if "error_message" in known else "if(status = 'success', 'ok', status)",
+        "width": "original_width" if "original_width" in known else "width",
+        "height": "original_height" if "original_height" in known else "height",
+    }
+    return ", ".join(
+        f"{expression} AS {name}" if name in ("url", "outcome") or expression in known else f"NULL AS {name}"
+        for name, expression in wanted.items()
+    )
+
+
+def funnel(connection: duckdb.DuckDBPyConnection) -> dict[str, int]:
+    """How many are left after each stage that ran: rows, fetched, unique, kept, sharded (pairs), seen (samples drawn).
+
+    `unique` are the fetched pairs that are no copy of another; `kept` counts held-out rows too, as `sharded` does.
+    `seen` is the latest figure of the run that saw most; it exceeds `sharded` where the run took several epochs.
+    """
+    have = views(connection)
+    out: dict[str, int] = {}
+    if "pairs" in have:
+        out["rows"], out["fetched"] = _one(connection, "SELECT count(*), count(*) FILTER (outcome = 'ok') FROM pairs")
+    if "decisions" in have:
+        out["unique"], out["kept"] = _one(
+            connection, f"SELECT count(*) FILTER (kept OR NOT {DUPLICATE}), count(*) FILTER (kept) FROM decisions"
+        )
+    if "samples" in have:
+        held = "UNION ALL SELECT uids FROM holdout" if "holdout" in have else ""
+        (out["sharded"],) = _one(
+            connection, f"SELECT coalesce(sum(len(uids)), 0)::BIGINT FROM (SELECT uids FROM samples {held})"
+        )
+    if "steps" in have and "samples_seen" in catalog.columns(connection, "steps"):
+        (out["seen"],) = _one(connection, "SELECT coalesce(max(samples_seen), 0)::BIGINT FROM steps")
+    return out
+
+
+def pair_sections(connection: duckdb.DuckDBPyConnection, top: int) -> dict[str, Any]:
+    """Statistics of `pairs`: totals, outcomes, hosts, formats, languages, histograms, captions and words."""
+    known = set(catalog.columns(connection, "pairs"))
+    size = "coalesce(sum(bytes), 0)::BIGINT" if "bytes" in known else "0::BIGINT"
+    ok = "FROM pairs WHERE outcome = 'ok'"
+    sections: dict[str, Any] = {
+        "pairs": _records(
+            connection,
+            f"""SELECT count(*) AS rows, count(*) FILTER (outcome = 'ok') AS ok, approx_count_distinct(url) AS urls,
+            approx_count_distinct(caption) AS captions, {size} AS bytes FROM pairs""",
+        )[0],
+        "outcomes": _records(
+            connection,
+            f"SELECT outcome AS name, count(*) AS rows, {size} AS bytes FROM pairs GROUP BY 1 ORDER BY rows DESC, name",
+        ),
+        "hosts": _records(
+            connection,
+            f"""SELECT {HOST} AS name, count(*) AS rows, count(*) FILTER (outcome = 'ok') AS ok, {size} AS bytes
+            FROM pairs GROUP BY 1 ORDER BY rows DESC, name LIMIT {top}""",
+        ),
+    }
+    for section, column in (("formats", "format"), ("languages", "lang")):
+        if column in known:
+            sections[section] = _records(
+                connection,
+                f"SELECT coalesce({column}, 'unknown') AS name, count(*) AS rows, {size} AS bytes {ok} "
+                f"GROUP BY 1 ORDER BY rows DESC, name LIMIT {top}",
+            )
+    sections["histograms"] = histograms(connection, known)
+    sections["captions"] = _records(
+        connection,
+        f"""SELECT caption, count(*) AS rows {ok} AND caption <> '' GROUP BY 1 HAVING count(*) > 1
+        ORDER BY rows DESC, caption LIMIT {top}""",
+    )
+    sections["words"] = words(connection, sections["pairs"]["ok"], top)
+    return sections
+
+
+def histograms(connection: duckdb.DuckDBPyConnection, known: set[str]) -> dict[str, Any]:
+    """Each measure of the fetched pairs as {unit, min, p05, p50, p95, max, bins: [{from, to, rows}]}.
+
+    Bins are equally wide between the 0.5 and 99.5 percentiles; what lies beyond is counted in the outermost ones.
+    """
+    measures = {
+        name: (sql, unit)
+        for name, (sql, unit) in MEASURES.items()
+        if all(column in known for column in _columns_of(name))
+    }
+    quantiles = ", ".join(
+        f"approx_quantile({sql}, [0.005, 0.05, 0.5, 0.95, 0.995]), min({sql}), max({sql})"
+        for sql, _ in measures.values()
+    )
+    if not measures:
+        return {}
+    flat = _one(connection, f"SELECT {quantiles} FROM pairs WHERE outcome = 'ok'")
+    out: dict[str, Any] = {}
+    for i, (name, (sql, unit)) in enumerate(measures.items()):
+        at, low, high = flat[3 * i : 3 * i + 3]
+        if at is None:
+            continue
+        start, step = _bins(float(at[0]), float(at[4]), whole=name not in ("aspect", "bytes"))
+        points = dict(zip(("p05", "p50", "p95"), (_round(v) for v in at[1:4]), strict=True))
+        out[name] = {
+            "unit": unit,
+            "min": _round(low),
+            **points,
+            "max": _round(high),
+            "bins": _binned(connection, sql, start, step),
+        }
+    return out
+
+
+def _columns_of(measure: str) -> tuple[str, ...]:
+    return {"aspect": ("width", "height"), "caption_chars": ("caption",), "caption_words": ("caption",)}.get(
+        measure, (measure,)
+    )
+
+
+def _bins(low: float, high: float, *, whole: bool) -> tuple[float, float]:
+    """Start and width of about BINS bins over [low, high], on round numbers."""
+    raw = max((high - low) / BINS, 1e-9)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
+    if whole:
+        step = max(1.0, math.ceil(step))
+    elif high - low < 1e-6:
+        step = max(abs(low) * 0.05, 0.01)
+    return math.floor(low / step) * step, step
+
+
+def _binned(connection: duckdb.DuckDBPyConnection, sql: str, start: float, step: float) -> list[dict[str, Any]]:
+    last = BINS + 1
+    rows = connection.execute(
+        f"""SELECT greatest(0, least({last}, floor(({sql} - {start}) / {step} + 1e-9)))::INTEGER AS bin, count(*)
+        FROM pairs WHERE outcome = 'ok' AND {sql} IS NOT NULL GROUP BY 1 ORDER BY 1"""
+    ).fetchall()
+    counts = dict(rows)
+    return [
+        {"from": _round(start + b * step), "to": _round(start + (b + 1) * step), "rows": counts.get(b, 0)}
+        for b in range(max(counts, default=-1) + 1)
+    ]
+
+
+def words(connection: duckdb.DuckDBPyConnection, captions: int, top: int) -> dict[str, Any]:
+    """Most frequent words of the fetched captions, {sampled: share of captions looked at, top: [{word, rows}]}.
+
+    Runs of letters and digits in any script, lower-cased; words of one letter are left out.
+    """
+    every = max(1, captions // WORD_CAPTIONS)
+    chosen = f"AND hash(caption) % {every} = 0" if every > 1 else ""
+    rows = _records(
+        connection,
+        rf"""SELECT word, count(*) AS rows FROM (
+            SELECT unnest(regexp_extract_all(lower(caption), '[\p{{L}}\p{{N}}\p{{M}}]+')) AS word
+            FROM pairs WHERE outcome = 'ok' {chosen}
+        ) WHERE length(word) > 1 OR word > '~' GROUP BY 1 ORDER BY rows DESC, word LIMIT {top}""",
+    )
+    return {"sampled": round(1 / every, 4), "top": rows}
+
+
+def decision_sections(connection: duckdb.DuckDBPyConnection, top: int) -> dict[str, Any]:
+    """Statistics of `decisions`: kept and held out, dropped by reason and evidence, clusters by size, largest groups."""
+    totals = _records(
+        connection,
+        """SELECT count(*) AS pairs, count(*) FILTER (kept) AS kept, count(*) FILTER (holdout) AS holdout,
+        count(*) FILTER (NOT kept) AS dropped, approx_count_distinct(image_group) AS pictures FROM decisions""",
+    )[0]
+    dropped = _records(
+        connection,
+        """SELECT reason AS name, count(*) AS rows, round(avg(similarity), 4) AS similarity FROM decisions
+        WHERE NOT kept GROUP BY 1 ORDER BY rows DESC, name""",
+    )
+    evidence = _records(
+        connection,
+        """SELECT evidence AS name, count(*) AS rows FROM decisions WHERE NOT kept AND evidence IS NOT NULL
+        GROUP BY 1 ORDER BY rows DESC, name""",
+    )
+    sizes = _records(
+        connection,
+        """SELECT size, count(*) AS clusters FROM (
+            SELECT count(*) AS size FROM decisions WHERE cluster IS NOT NULL GROUP BY cluster
+        ) WHERE size > 1 GROUP BY 1 ORDER BY 1""",
+    )
+    largest = _records(
+        connection,
+        f"""SELECT cluster AS name, count(*) AS rows FROM decisions WHERE cluster IS NOT NULL
+        GROUP BY 1 HAVING count(*) > 1 ORDER BY rows DESC, name LIMIT {top}""",
+    )
+    return {
+        "decisions": totals,
+        "dropped": dropped,
+        "evidence": evidence,
+        "clusters": {"clusters": sum(row["clusters"] for row in sizes), "sizes": sizes, "largest": largest},
+    }
+
+
+def sample_section(connection: duckdb.DuckDBPyConnection, view: str) -> dict[str, Any]:
+    """Statistics of a shard set: samples, captions, shards, image bytes, captions a sample, picture sizes."""
+    section = _records(
+        connection,
+        f"""SELECT count(*) AS samples, coalesce(sum(len(captions)), 0)::BIGINT AS captions,
+        count(DISTINCT shard) AS shards, coalesce(sum(jpg_size), 0)::BIGINT AS bytes,
+        min(width) AS width_min, max(width) AS width_max, min(height) AS height_min, max(height) AS height_max
+        FROM {view}""",
+    )[0]
+    section["captions_a_sample"] = _records(
+        connection,
+        f"SELECT len(captions)::INTEGER AS captions, count(*) AS samples FROM {view} GROUP BY 1 ORDER BY 1 LIMIT 32",
+    )
+    return section
+
+
+def show(page: dict[str, Any]) -> RenderableType:
+    """The page as tables for a terminal."""
+    from report import terminal
+
+    return terminal.audit(page)
+
+
+def _one(connection: duckdb.DuckDBPyConnection, sql: str) -> tuple[Any, ...]:
+    row = connection.execute(sql).fetchone()
+    assert row is not None
+    return row
+
+
+def _records(connection: duckdb.DuckDBPyConnection, sql: str) -> list[dict[str, Any]]:
+    cursor = connection.execute(sql)
+    names = [column[0] for column in cursor.description or []]
+    return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+
+def _round(value: Any) -> float | int:
+    number = float(value)
+    return int(number) if number == int(number) else float(f"{number:.6g}")

@@ -1,0 +1,42 @@
+"""Settings of the verbs that look at a work folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.config import StageConfig, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig(StageConfig):
+    """Dataset statistics of a work folder, or of a bare folder of shards."""
+
+    folder: str = setting("", argument=True)
+    """A bare folder to look at instead of the work folder: shards with their samples.parquet, or what img2dataset
+    wrote (its .parquet files are read, not its tars)."""
+    html: str = setting("", stable=False)
+    """Also write the statistics as one offline HTML page to this file."""
+    top: int = setting(20)
+    """Entries in each list of most frequent things (hosts, captions, words); more make the page longer, not slower."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig(StageConfig):
+    """One offline HTML page for a work folder: what came in, what was dropped and why, and what was learned."""
+
+    out: str = setting("report.html", stable=False)
+    """File to write; a relative name lies in the work folder."""
+    run: str = setting("")
+    """Name of the training run to show; the latest one where this is empty."""
+    pictures: int = setting(6)
+    """Sample pictures for each reason and each duplicate cluster, about 5 kB each; the page stays below 10 MB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SqlConfig(StageConfig):
+    """Run one query over the catalogue: pairs, signatures, clusters, decisions, samples, holdout, steps, evals."""
+
+    query: str = setting(argument=True)
+    """The query, in DuckDB's SQL. It reads only: the views are made in memory, over the files of the work folder."""
+    limit: int = setting(1000)
+    """Most rows to return; 0 returns all. What was left out is said."""
