@@ -27,8 +27,8 @@ CONTEXT = 77
 VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
 MERGES = 49152 - 256 - 2
 
-# CLIP's word pattern. Case folding is done before; the markers' spellings are words of their own, as in the original.
-_WORDS = r"<start_of_text>|<end_of_text>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+# CLIP's word pattern; texts are in lower case already.
+_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
 class Encoder(Protocol):
@@ -134,6 +134,7 @@ def load_bpe(path: Path) -> FastTokenizer:
     words += ["<start_of_text>", "<end_of_text>"]
     bpe = models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=merges, end_of_word_suffix="</w>")
     inner = FastTokenizer(bpe)
+    inner.add_special_tokens(words[-2:])  # spelt out in a caption they are markers, as in the original
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(_WORDS), behavior="removed", invert=True),
