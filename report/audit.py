@@ -322,7 +322,7 @@ def sample_section(connection: duckdb.DuckDBPyConnection, view: str) -> dict[str
     return section
 
 
-def show(page: dict[str, Any]) -> RenderableType:
+def render(page: dict[str, Any]) -> RenderableType:
     """The page as tables for a terminal."""
     from report import terminal
 

@@ -81,7 +81,7 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def show(summary: dict[str, Any]) -> RenderableType:
+def render(summary: dict[str, Any]) -> RenderableType:
     """The rows as a table for a terminal."""
     from report import terminal
 

@@ -119,3 +119,70 @@ class ExportConfig(StageConfig):
     """Folder to write; empty takes WORK/runs/NAME/export. open_clip loads it as `local-dir:OUT`."""
     pt: bool = setting(False)
     """Also write `open_clip_model.pt`, a plain state dict for `--pretrained`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiagnoseConfig(StageConfig):
+    """Say what a run waits for: read its metrics, then try the loader alone, the model alone, and both.
+
+    Settings left empty are those of the run NAME; without such a run the trials alone decide.
+    """
+
+    name: str = setting("main")
+    """Run to look at, finished or still running; its settings are used for the trials."""
+    shards: str = setting("")
+    """Shards to read in the trials; empty takes the run's, or WORK/shards."""
+    model: str = setting("")
+    """Shape of the towers; empty takes the run's, or small-112."""
+    batch_size: int = setting(0)
+    """Pairs a step of the trials; 0 takes one rank's share of the run's batch, or 256."""
+    precision: Literal["", "bf16", "fp32"] = setting("")
+    """Type of the matrix products; empty takes the run's, or bf16."""
+    decode: Literal["", "auto", "cpu", "dali"] = setting("")
+    """Who decodes; empty takes the run's, or auto."""
+    threads: int = setting(0)
+    """Decode threads; 0 takes the run's, or one a core. Try another number here before you change the run."""
+    device: Literal["auto", "cpu", "cuda"] = setting("auto")
+    """Where the trials run; `auto` takes a GPU where there is one."""
+    seconds: float = setting(6.0)
+    """Seconds for each of the three trials; 0 reads the run's metrics only. Longer is steadier on a busy machine."""
+    budget: float = setting(0.0)
+    """Largest share of a step that may be waiting, as 0.1; above it the exit code is 3. 0 sets no budget."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig(StageConfig):
+    """What a run will cost: operations, days or MFU, and memory a GPU. Arithmetic only; nothing is run."""
+
+    model: str = setting("ViT-L-14")
+    """Shape of both towers, as in `train`."""
+    pairs: float = setting(400e6)
+    """Pairs in the data set; 400e6 is fine."""
+    epochs: float = setting(32.0)
+    """Passes over the pairs."""
+    gpus: int = setting(8)
+    """Number of GPUs."""
+    gpu: str = setting("A100-80GB")
+    """Kind of GPU; an unknown name lists the known ones."""
+    days: float = setting(0.0)
+    """Days the run took or may take: gives the utilisation (MFU) this means. 0 plans the days from `mfu`."""
+    mfu: float = setting(0.4)
+    """Share of the GPUs' peak that does the model's work; 0.3 to 0.5 is usual for ViT-L on A100s, less for small models."""
+    batch_size: int = setting(32768)
+    """Pairs a step over all GPUs."""
+    micro_batch: int = setting(0)
+    """Pairs a GPU holds with activations at a time; 0 holds its whole share of the batch."""
+    text_len: float = setting(77.0)
+    """Mean number of text positions computed: 77 with padding, about 16 to 20 when captions are trimmed."""
+    checkpointing: bool = setting(False)
+    """Recompute activations in the backward pass."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoctorConfig(StageConfig):
+    """Check this machine: what is installed, what is fast, what is slow or wrong, and what to do about it."""
+
+    seconds: float = setting(0.4)
+    """Seconds for each measurement; longer is steadier on a busy machine."""
+    disk_mb: int = setting(64)
+    """Megabytes written to the work folder and read back to time its disk; 0 leaves the disk alone."""
