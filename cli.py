@@ -9,6 +9,7 @@ import importlib
 import json as jsonlib
 import logging
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -104,8 +105,9 @@ def run_stages(configs: dict[str, StageConfig]) -> dict[str, Summary]:
     summaries: dict[str, Summary] = {}
     for name, config in configs.items():
         console.rule(f"[bold]{name}", align="left")
-        module = STAGES[name][1]
-        summaries[name] = _stage(module)(config)
+        started = time.monotonic()
+        summary = _stage(STAGES[name][1])(config)
+        summaries[name] = {"seconds": round(time.monotonic() - started, 1), **summary}
     return summaries
 
 
