@@ -1,0 +1,104 @@
+"""What lies beside the tars: DALI's index of each one, `shards.json` and `samples.parquet`.
+
+DALI's index, version 1.2: the line `v1.2 SAMPLES`, then one line a sample of `EXTENSION OFFSET SIZE NAME` groups, where
+the offset is that of the data and the extension is everything after the name's first dot.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from core.errors import DataError, InputError
+from core.storage import Folder
+from shardkit.tar import Member
+
+SHARDS = "shards.json"
+SAMPLES = "samples.parquet"
+FORMAT = 1
+
+
+def dali_index(samples: Iterable[Sequence[Member]]) -> bytes:
+    """The index of one tar from the members of each sample, in tar order."""
+    lines = [" ".join(f"{split_name(m.name)[1]} {m.offset} {m.size} {m.name}" for m in members) for members in samples]
+    return "\n".join([f"v1.2 {len(lines)}", *lines, ""]).encode()
+
+
+def read_dali_index(data: bytes, label: str) -> list[list[Member]]:
+    """The members of each sample of an index.
+
+    Raises:
+        DataError: it is not an index of version 1.2, or its count is wrong; `label` names it.
+    """
+    lines = data.decode(errors="replace").splitlines()
+    version, _, count = (lines[0] if lines else "").partition(" ")
+    if version != "v1.2" or count != str(len(lines) - 1):
+        raise DataError(f"expected {label} to begin with v1.2 and its number of lines, found {lines[:1]}")
+    samples = []
+    for number, line in enumerate(lines[1:], 2):
+        words = line.split(" ")
+        if len(words) % 4 or not all(w.isdigit() for w in (*words[1::4], *words[2::4])):
+            raise DataError(f"expected groups of extension, offset, size and name in line {number} of {label}")
+        groups = zip(words[1::4], words[2::4], words[3::4], strict=True)
+        samples.append([Member(name, int(offset), int(size)) for offset, size, name in groups])
+    return samples
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """A member's key and extension, as webdataset splits them: at the first dot of the last path segment."""
+    folder, slash, leaf = name.rpartition("/")
+    key, _, extension = leaf.partition(".")
+    return folder + slash + key, extension
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar of a set, as `shards.json` lists it; sizes in bytes, `sha256` of the whole file ("" where not known)."""
+
+    name: str
+    samples: int
+    bytes: int
+    sha256: str = ""
+
+
+@dataclass(frozen=True)
+class ShardList:
+    """`shards.json`: the shards in order, and how they were made."""
+
+    shards: list[Shard]
+    made_with: dict[str, Any] = field(default_factory=dict)
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def samples(self) -> int:
+        return sum(s.samples for s in self.shards)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(s.bytes for s in self.shards)
+
+    def dump(self) -> bytes:
+        head = {"format": FORMAT, "samples": self.samples, "bytes": self.total_bytes, "made_with": self.made_with}
+        body = {"ranks": self.ranks, "shards": [asdict(s) for s in self.shards]}
+        return (json.dumps({**head, **body}, indent=1) + "\n").encode()
+
+
+def read_shard_list(folder: Folder) -> ShardList:
+    """`shards.json` of a folder.
+
+    Raises:
+        InputError: there is none.
+        DataError: it is not ours.
+    """
+    if not folder.exists(SHARDS):
+        raise InputError(
+            f"expected {SHARDS} in {folder}, found none; run `pairmill shard` first, or name another folder"
+        )
+    try:
+        found = json.loads(folder.read(SHARDS))
+        shards = [Shard(**shard) for shard in found["shards"]]
+        return ShardList(shards, found.get("made_with", {}), found.get("ranks", []))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"expected the list of shards in {folder.path(SHARDS)}, found {error}") from error

@@ -1,0 +1,394 @@
+"""Reads samples out of shards by offset, checks them, and hands out batches in epoch order ahead of time.
+
+The trainer's only door to shards. `ShardSet.open` takes a folder that `pairmill shard` wrote, or any webdataset tars
+(`folder`, `{00000..00007}.tar`), whose members it scans once. `BatchReader` reads ahead in threads and delivers the rank's
+part of each global batch of an `EpochOrder`, in order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from core.errors import DataError, InputError, RunError
+from core.metrics import Series
+from core.storage import Folder
+from shardkit.index import SAMPLES, SHARDS, Shard, read_shard_list
+from shardkit.lanes import EpochOrder
+
+__all__ = ["Batch", "BatchReader", "EpochOrder", "Sample", "ShardSet"]
+
+log = logging.getLogger("pairmill.shardkit")
+Int64 = npt.NDArray[np.int64]
+OPEN_FILES = 256  # well below the usual limit of 1024 a process
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One picture with its captions, as read.
+
+    Attributes:
+        data: the image file's bytes (JPEG in our shards; PNG or WebP are possible in foreign ones).
+        image_group: equal for samples of the same picture.
+        width, height: pixels, 0 where the index does not know them.
+        index: the sample's number in the set.
+        reason: why the bytes cannot be trusted; empty for a good sample.
+    """
+
+    data: bytes
+    captions: list[str]
+    uid: str
+    image_group: int
+    key: str
+    shard: str
+    width: int
+    height: int
+    index: int
+    reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.reason
+
+
+class ShardSet:
+    """All samples of a set of shards, readable by number from any thread.
+
+    Attributes:
+        shards: in listed order; sample numbers count through them.
+        shard_sizes: samples in each, int64, as `EpochOrder` takes them.
+        fingerprint: digest of the shards' contents (of their names and sizes for foreign ones); the same set in another
+            place has the same one.
+        bytes_read: bytes of images read so far.
+        read_s: seconds of each read, since the series was last taken.
+        reading: the shard that each thread (by its ident) is reading now.
+    """
+
+    def __init__(self, folder: Folder, shards: list[Shard], table: pa.Table, fingerprint: str) -> None:
+        self.folder, self.shards, self.fingerprint = folder, shards, fingerprint
+        self.shard_sizes: Int64 = np.array([s.samples for s in shards], dtype=np.int64)
+        self.read_s = Series()
+        self.bytes_read = 0
+        self.reading: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self._files = _Files(folder)
+        self._load(table)
+
+    def _load(self, table: pa.Table) -> None:
+        self._starts = np.concatenate([[0], np.cumsum(self.shard_sizes)])
+        self._offset = table["jpg_offset"].to_numpy()
+        self._size = table["jpg_size"].to_numpy()
+        self._crc32 = table["crc32"].to_numpy() if "crc32" in table.column_names else None
+        self._group, _ = _encoded(table["image_group"])
+        self._words = _one_chunk(table.select(["key", "uid", "captions", "width", "height"]))
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @classmethod
+    def open(cls, url: str | os.PathLike[str], *, check: bool = False) -> ShardSet:
+        """Open a folder of shards, ours or foreign.
+
+        Args:
+            url: a folder, or a webdataset pattern of tars (`path/{00000..00007}.tar`, `path/*.tar`).
+            check: compare each shard's sha256 too, which reads them all.
+
+        Raises:
+            InputError: there are no shards.
+            DataError: a shard is missing or is not what the index says; the message names it.
+        """
+        folder = Folder(url)
+        if not folder.exists(SHARDS):
+            from shardkit.foreign import open_foreign
+
+            return cls(*open_foreign(os.fspath(url)))
+        listed = read_shard_list(folder)
+        if not listed.samples:
+            raise InputError(f"expected samples in {folder}, found an empty set; check what dedup dropped and why")
+        for shard in listed.shards:
+            check_shard(folder, shard, contents=check)
+        table = _read_samples(folder, listed.shards)
+        return cls(folder, listed.shards, table, _fingerprint(listed.shards))
+
+    def captions(self, index: int) -> list[str]:
+        """All captions of one sample, without reading its image."""
+        captions: list[str] = self._words["captions"][index].as_py()
+        return captions
+
+    def uids(self) -> list[str]:
+        """The uid of every sample."""
+        return self._words["uid"].to_pylist()
+
+    def image_groups(self) -> Int64:
+        """The image group of every sample, int64 of shape (S,)."""
+        return self._group
+
+    def read(self, indices: Int64) -> list[Sample]:
+        """The samples with these numbers, in this order. A bad one carries its reason; nothing is raised for it."""
+        indices = np.asarray(indices, dtype=np.int64)
+        start = time.perf_counter()
+        shard_of = np.searchsorted(self._starts, indices, side="right") - 1
+        data: list[tuple[bytes, str]] = [(b"", "")] * len(indices)
+        for at in np.argsort(indices, kind="stable"):  # number order is disk order
+            data[at] = self._read_one(int(indices[at]), int(shard_of[at]))
+        self.reading.pop(threading.get_ident(), None)
+        with self._lock:
+            self.bytes_read += sum(len(d) for d, _ in data)
+            self.read_s.add(time.perf_counter() - start)
+        words = self._words.take(indices).to_pylist()
+        return [
+            Sample(d, w["captions"], w["uid"], int(self._group[i]), w["key"], self.shards[s].name, w["width"], w["height"],
+                   int(i), reason)
+            for i, s, (d, reason), w in zip(indices, shard_of, data, words, strict=True)
+        ]  # fmt: skip
+
+    def _read_one(self, index: int, shard: int) -> tuple[bytes, str]:
+        name, size = self.shards[shard].name, int(self._size[index])
+        self.reading[threading.get_ident()] = name
+        try:
+            data = self._files.read(name, int(self._offset[index]), size)
+        except OSError as error:
+            return b"", f"{name} cannot be read: {error.strerror or error}"
+        if len(data) != size:
+            return data, f"{name} is cut short: expected {size} bytes, found {len(data)}"
+        if self._crc32 is not None and zlib.crc32(data) != self._crc32[index]:
+            return data, f"{name} has changed: the sample's crc32 differs from the index"
+        return data, ""
+
+
+def check_shard(folder: Folder, shard: Shard, *, contents: bool = False) -> None:
+    """Raise DataError, naming it, where a shard is missing, of another size, or (`contents`) of another sha256."""
+    advice = "restore it, or make the shards again with `pairmill shard --fresh`"
+    try:
+        size = folder.size(shard.name)
+    except FileNotFoundError:
+        raise DataError(f"expected shard {shard.name} in {folder}, found none; {advice}") from None
+    if size != shard.bytes:
+        raise DataError(
+            f"shard {folder.path(shard.name)} has changed: expected {shard.bytes} bytes, found {size}; {advice}"
+        )
+    if contents and shard.sha256 and folder.sha256(shard.name) != shard.sha256:
+        raise DataError(f"shard {folder.path(shard.name)} has changed: its sha256 is not the listed one; {advice}")
+
+
+def _read_samples(folder: Folder, shards: list[Shard]) -> pa.Table:
+    import pyarrow.parquet as pq
+
+    columns = ["shard", "key", "uid", "captions", "jpg_offset", "jpg_size", "width", "height", "crc32", "image_group"]
+    try:
+        with folder.open(SAMPLES) as file:
+            table = pq.read_table(file, columns=columns)
+    except FileNotFoundError:
+        raise DataError(
+            f"expected {SAMPLES} beside {SHARDS} in {folder}, found none; run `pairmill shard` again"
+        ) from None
+    except pa.ArrowException as error:
+        raise DataError(f"expected the samples of {folder} in {SAMPLES}, found {error}") from error
+    codes, names = _encoded(table["shard"])
+    counts = list(zip(names, np.bincount(codes).tolist(), strict=True))
+    if counts != [(s.name, s.samples) for s in shards if s.samples]:
+        raise DataError(f"{SAMPLES} and {SHARDS} of {folder} do not list the same shards; run `pairmill shard` again")
+    return table
+
+
+def _fingerprint(shards: list[Shard]) -> str:
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    for shard in shards:
+        digest.update(f"{shard.name} {shard.samples} {shard.bytes} {shard.sha256}\n".encode())
+    return digest.hexdigest()
+
+
+def _encoded(column: pa.ChunkedArray) -> tuple[Int64, list[str]]:
+    """A number for each row, equal for equal values, and the values by number, in order of first appearance."""
+    chunks = column.dictionary_encode().chunks  # one dictionary for all chunks
+    codes = [chunk.indices.to_numpy().astype(np.int64) for chunk in chunks]
+    return np.concatenate(codes), chunks[0].dictionary.to_pylist()
+
+
+def _one_chunk(table: pa.Table) -> pa.RecordBatch:
+    """The table as one batch with 64-bit offsets: `take` on many chunks would copy them all for every batch."""
+    wide = {"key": pa.large_string(), "uid": pa.large_string(), "captions": pa.large_list(pa.large_string())}
+    schema = pa.schema([pa.field(f.name, wide.get(f.name, f.type)) for f in table.schema])
+    return pa.RecordBatch.from_arrays([_joined(table[f.name].cast(f.type)) for f in schema], schema=schema)
+
+
+def _joined(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
+
+
+class _Files:
+    """Byte ranges of a folder's files; local ones through a bounded cache of descriptors, safe from any thread."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._open: OrderedDict[str, _Descriptor] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        path = self._folder.path(name)
+        if "://" in path:
+            return self._folder.read_range(name, offset, size)
+        descriptor = self._descriptor(path)
+        data = os.pread(descriptor.number, size, offset)
+        while len(data) < size and (more := os.pread(descriptor.number, size - len(data), offset + len(data))):
+            data += more
+        return data
+
+    def _descriptor(self, path: str) -> _Descriptor:
+        with self._lock:
+            if path in self._open:
+                self._open.move_to_end(path)
+                return self._open[path]
+        opened = _Descriptor(path)  # outside the lock: a file system that hangs must not hang the other threads
+        with self._lock:
+            self._open[path] = opened
+            if len(self._open) > OPEN_FILES:
+                self._open.popitem(last=False)
+        return opened
+
+
+class _Descriptor:
+    """A file descriptor that closes when its last user lets go, so the cache may drop it while another thread reads."""
+
+    def __init__(self, path: str) -> None:
+        self.number = -1
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One rank's part of global batch `step`: B / ranks samples."""
+
+    step: int
+    samples: list[Sample]
+
+
+class BatchReader:
+    """Iterates over a rank's batches of one epoch from `start_step`, in order, read ahead by threads.
+
+    Use it as a context manager, or call `close`. `wait_s` holds the time each batch kept its taker waiting.
+
+    Args:
+        depth: batches ready or being read at most.
+        threads: batches being read at once.
+        timeout_s: how long the next batch may take before the epoch is given up.
+
+    Raises:
+        RunError: no batch came within `timeout_s`; the message names rank, shard and stage. Also a bug in a thread is
+            raised where its batch would have been delivered.
+    """
+
+    def __init__(
+        self,
+        shard_set: ShardSet,
+        order: EpochOrder,
+        rank: int = 0,
+        ranks: int = 1,
+        start_step: int = 0,
+        *,
+        depth: int = 4,
+        threads: int = 2,
+        timeout_s: float = 120.0,
+    ) -> None:
+        if order.samples != len(shard_set):
+            raise InputError(f"expected an order of the set's {len(shard_set)} samples, found one of {order.samples}")
+        order.rank_indices(0, rank, ranks)  # refuses a rank count that cannot be before any thread starts
+        self.shard_set, self.order, self.rank, self.ranks = shard_set, order, rank, ranks
+        self.depth, self.timeout_s = depth, timeout_s
+        self.wait_s = Series()
+        self._next_read = self._next_out = start_step
+        self._ready: dict[int, Batch | BaseException] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._threads = [  # daemons, because a read that hangs for ever must not keep the process alive
+            threading.Thread(target=self._work, name=f"pairmill-read-{i}", daemon=True)
+            for i in range(min(threads, depth))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self._next_out < self.order.steps:
+            yield self._take()
+
+    def __len__(self) -> int:
+        """Batches still to come."""
+        return self.order.steps - self._next_out
+
+    @property
+    def ready(self) -> int:
+        """Batches that wait to be taken."""
+        return len(self._ready)
+
+    def _take(self) -> Batch:
+        with self.wait_s.timed(), self._changed:
+            arrived = self._changed.wait_for(lambda: self._closed or self._next_out in self._ready, self.timeout_s)
+            if self._closed:
+                raise RunError("the reader was closed while a batch was awaited")
+            if not arrived:
+                raise RunError(self._starved())
+            batch = self._ready.pop(self._next_out)
+            self._next_out += 1
+            self._changed.notify_all()
+        if isinstance(batch, BaseException):
+            raise batch
+        return batch
+
+    def _starved(self) -> str:
+        shards = sorted(set(self.shard_set.reading.values()))
+        return (
+            f"rank {self.rank} starved in stage read: batch {self._next_out} did not come within {self.timeout_s:g} s, "
+            f"reading {', '.join(shards) or 'no shard'} of {self.shard_set.folder}; check that disk or network, then resume"
+        )
+
+    def _work(self) -> None:
+        while (step := self._claim()) is not None:
+            batch: Batch | BaseException
+            try:
+                indices = self.order.rank_indices(step, self.rank, self.ranks)
+                batch = Batch(step, self.shard_set.read(indices))
+            except Exception as error:  # crosses to the taker's thread, where it is raised
+                batch = error
+            with self._changed:
+                self._ready[step] = batch
+                self._changed.notify_all()
+
+    def _claim(self) -> int | None:
+        """The next step to read, once there is room for it; None at the end of the epoch."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._next_read < self._next_out + self.depth)
+            if self._closed or self._next_read >= self.order.steps:
+                return None
+            self._next_read += 1
+            return self._next_read - 1
+
+    def close(self) -> None:
+        """Stop reading; what a thread is in the middle of is dropped."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def __enter__(self) -> BatchReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
