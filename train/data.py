@@ -1,0 +1,290 @@
+"""Shards to batches on the device's doorstep: read ahead, decode ahead, tokenise, and measure who waits for whom.
+
+Shape letters: b samples of this rank, C = 3 colours, S side of the square, L longest caption of the batch in tokens.
+
+    BatchReader (threads) -> [queue] -> decode + tokenise (one thread that drives the decoder's pool) -> [queue] -> loop
+
+Every random choice (which caption, which window, mirrored or not) is drawn from (seed, epoch, uid) alone, so it is the
+same for any back-end, thread count and number of ranks. A picture that cannot be decoded becomes a grey one with
+valid = False, and a row in quarantine.jsonl.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Protocol
+
+import torch
+import xxhash
+from torch import Tensor
+
+from core import images
+from core.errors import ConfigError, ImageError, RunError
+from core.metrics import Jsonl, Series
+from shardkit.reader import BatchReader, EpochOrder, Sample, ShardSet
+from train.decode_cpu import Decoder, Picture, View, middle_view, random_view
+from train.tokenizer import Tokenizer
+
+log = logging.getLogger("pairmill.train")
+
+QUEUE_DEPTH = 3  # decoded batches held ready; more only hides for longer that decoding is too slow
+FEW_BAD = 16  # so many unreadable pictures never stop a run, whatever share of a small beginning they are
+MAX_LANES = 64
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of a global batch."""
+
+    step: int
+    pixels_bCSS: Tensor
+    """uint8."""
+    tokens_bL: Tensor
+    """int64, cut behind the longest caption."""
+    valid_b: Tensor
+    """bool; False where the picture could not be decoded."""
+    group_b: Tensor
+    """int64, equal for samples of the same picture."""
+    uids: list[str]
+
+    def to(self, device: torch.device) -> Batch:
+        if device.type == "cpu":
+            return self
+        moved = [
+            t if t.device.type == "cuda" else t.pin_memory().to(device, non_blocking=True)
+            for t in (self.pixels_bCSS, self.tokens_bL, self.valid_b, self.group_b)
+        ]
+        return Batch(self.step, *moved, self.uids)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which samples each step of a run holds: a function of the shards and four numbers, and of no rank count."""
+
+    shard_set: ShardSet
+    seed: int
+    batch_size: int
+    lanes: int
+    steps_per_epoch: int
+
+    @classmethod
+    def of(cls, shard_set: ShardSet, seed: int, batch_size: int) -> Plan:
+        """Raises InputError where the shards hold fewer samples than one batch."""
+        lanes = max(n for n in range(1, MAX_LANES + 1) if batch_size % n == 0)
+        first = EpochOrder(shard_set.shard_sizes, seed, 0, lanes, batch_size)
+        return cls(shard_set, seed, batch_size, lanes, first.steps)
+
+    def order(self, epoch: int) -> EpochOrder:
+        return EpochOrder(self.shard_set.shard_sizes, self.seed, epoch, self.lanes, self.batch_size)
+
+
+class ViewOf(Protocol):
+    """Chooses the window of a picture and the number of its caption."""
+
+    def __call__(self, sample: Sample, width: int, height: int) -> tuple[View, int]: ...
+
+
+def middle_of(sample: Sample, width: int, height: int) -> tuple[View, int]:
+    """What evaluation looks at: the middle square and the first caption."""
+    return middle_view(width, height), 0
+
+
+@dataclass(frozen=True)
+class Augment:
+    """Random window and caption of a training epoch, drawn from (seed, epoch, uid)."""
+
+    seed: int
+    epoch: int
+    crop: float
+    flip: bool
+
+    def __call__(self, sample: Sample, width: int, height: int) -> tuple[View, int]:
+        draw = Random(xxhash.xxh3_64_intdigest(f"{self.seed}/{self.epoch}/{sample.uid}"))
+        caption = int(draw.random() * len(sample.captions))
+        if self.crop >= 1:
+            return middle_view(width, height)._replace(flip=self.flip and draw.random() < 0.5), caption
+        return random_view(width, height, draw, self.crop, self.flip), caption
+
+
+@dataclass
+class Waits:
+    """Seconds at each place where a batch may keep someone waiting; see `Loader`."""
+
+    reader: Series = field(default_factory=Series)
+    """The decoder waited for bytes."""
+    decode: Series = field(default_factory=Series)
+    """The training loop waited for a decoded batch: the only one that costs training time."""
+    decode_busy: Series = field(default_factory=Series)
+    """Work of decoding and tokenising one batch."""
+
+
+class Preparer:
+    """Samples to a batch: headers, windows, decoded pixels, tokens, masks."""
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, context: int) -> None:
+        self.decoder, self.tokenizer, self.context = decoder, tokenizer, context
+
+    def prepare(self, step: int, samples: list[Sample], view_of: ViewOf) -> tuple[Batch, dict[int, str]]:
+        """The batch, and the reason of each position whose picture is bad."""
+        pictures: list[Picture | None] = []
+        captions: list[str] = []
+        reasons = {i: sample.reason for i, sample in enumerate(samples) if not sample.ok}
+        for i, sample in enumerate(samples):
+            picture, caption = (None, 0) if i in reasons else self._look_at(i, sample, view_of, reasons)
+            pictures.append(picture)
+            captions.append(sample.captions[caption] if sample.captions else "")
+        pixels, undecoded = self.decoder.decode(pictures)
+        reasons |= undecoded
+        valid = torch.ones(len(samples), dtype=torch.bool)
+        valid[list(reasons)] = False
+        group = torch.tensor([s.image_group for s in samples], dtype=torch.int64)
+        return Batch(step, pixels, self.tokens(captions), valid, group, [s.uid for s in samples]), reasons
+
+    def tokens(self, captions: list[str]) -> Tensor:
+        """int64 (b, L), cut behind the longest."""
+        ids = torch.from_numpy(self.tokenizer.encode(captions, self.context)).long()
+        longest = int(ids.argmax(dim=1).max()) + 1 if len(captions) else 1
+        return ids[:, :longest].contiguous()
+
+    def _look_at(self, i: int, sample: Sample, view_of: ViewOf, reasons: dict[int, str]) -> tuple[Picture | None, int]:
+        try:
+            header = images.read_header(sample.data)
+        except ImageError as error:
+            reasons[i] = error.detail
+            return None, 0
+        view, caption = view_of(sample, header.width, header.height)
+        return Picture(sample.data, header, view), caption
+
+
+class Quarantine:
+    """Bad pictures of one rank: a row each, once, and the end of the run when they are too many."""
+
+    def __init__(self, path: Path, rank: int, max_share: float) -> None:
+        self.file, self.rank, self.max_share = Jsonl(path), rank, max_share
+        self.seen = self.bad = 0
+        self._known = {row["uid"] for row in self.file.rows()}
+
+    def note(self, batch: Batch, samples: list[Sample], reasons: dict[int, str]) -> None:
+        """Count a batch and write down its bad pictures.
+
+        Raises:
+            RunError: nothing of the batch was readable, or more than `max_share` of everything so far was not.
+        """
+        self.seen += len(samples)
+        self.bad += len(reasons)
+        for i, reason in reasons.items():
+            sample = samples[i]
+            if sample.uid not in self._known:
+                self._known.add(sample.uid)
+                row = {"uid": sample.uid, "key": sample.key, "shard": sample.shard, "reason": reason}
+                self.file.append({**row, "step": batch.step, "rank": self.rank})
+        if len(reasons) == len(samples) or self.bad > max(FEW_BAD, self.max_share * self.seen):
+            raise RunError(
+                f"{self.bad} of {self.seen} pictures could not be decoded (limit {self.max_share:.2%}; the last reason: "
+                f"{next(iter(reasons.values()), '')}); see {self.file.path} and run `pairmill verify --deep`"
+            )
+
+
+class Loader:
+    """Batches of one rank from global step `start` to `stop`, over as many epochs as that takes.
+
+    Iterate over it inside `with`. A fault in a thread is raised where its batch would have been delivered.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        preparer: Preparer,
+        quarantine: Quarantine,
+        *,
+        rank: int,
+        ranks: int,
+        start: int,
+        stop: int,
+        crop: float,
+        flip: bool,
+    ) -> None:
+        if plan.batch_size % ranks:
+            raise ConfigError(f"batch_size {plan.batch_size} cannot be shared equally by {ranks} ranks; change either.")
+        self.plan, self.preparer, self.quarantine = plan, preparer, quarantine
+        self.rank, self.ranks, self.start, self.stop = rank, ranks, start, stop
+        self.crop, self.flip = crop, flip
+        self.waits = Waits()
+        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(QUEUE_DEPTH)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="prepare", daemon=True)
+
+    def __enter__(self) -> Loader:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        while self._thread.is_alive():  # make room, because the thread may stand before a full queue
+            self._drain()
+            self._thread.join(timeout=0.05)
+        self._drain()
+
+    @property
+    def ready(self) -> int:
+        """Decoded batches that wait for the loop."""
+        return self._queue.qsize()
+
+    def __iter__(self) -> Iterator[Batch]:
+        for _ in range(self.start, self.stop):
+            with self.waits.decode.timed():
+                item = self._queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def _work(self) -> None:
+        try:
+            for epoch in range(self.start // self.plan.steps_per_epoch, -(-self.stop // self.plan.steps_per_epoch)):
+                self._one_epoch(epoch)
+        except BaseException as error:  # crosses to the loop's thread, where it is raised
+            self._put(error)
+
+    def _one_epoch(self, epoch: int) -> None:
+        first = epoch * self.plan.steps_per_epoch
+        view_of = Augment(self.plan.seed, epoch, self.crop, self.flip)
+        begin = max(0, self.start - first)
+        with BatchReader(self.plan.shard_set, self.plan.order(epoch), self.rank, self.ranks, begin) as reader:
+            batches = iter(reader)
+            for step in range(first + begin, min(self.stop, first + self.plan.steps_per_epoch)):
+                with self.waits.reader.timed():
+                    raw = next(batches)
+                with self.waits.decode_busy.timed():
+                    batch, reasons = self.preparer.prepare(step, raw.samples, view_of)
+                self.quarantine.note(batch, raw.samples, reasons)
+                if not self._put(batch):
+                    return
+
+    def _put(self, item: Batch | BaseException) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def _drain(self) -> None:
+        while not self._queue.empty():
+            self._queue.get_nowait()
+
+
+def make_decoder(kind: str, size: int, threads: int, batch: int, device: torch.device) -> Decoder:
+    """The decoder that `--decode` names; `auto` takes DALI where there is a GPU and the package."""
+    from train.decode_cpu import CpuDecoder
+    from train.decode_dali import DaliDecoder, dali_installed
+
+    if kind == "dali" or (kind == "auto" and device.type == "cuda" and dali_installed()):
+        return DaliDecoder(size, threads, batch, device)
+    return CpuDecoder(size, threads)
