@@ -12,7 +12,6 @@ import os
 import threading
 import time
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -26,12 +25,12 @@ from core.metrics import Series
 from core.storage import Folder
 from shardkit.index import SAMPLES, SHARDS, Shard, read_shard_list
 from shardkit.lanes import EpochOrder
+from shardkit.ranges import RangeReader
 
 __all__ = ["Batch", "BatchReader", "EpochOrder", "Sample", "ShardSet"]
 
 log = logging.getLogger("pairmill.shardkit")
 Int64 = npt.NDArray[np.int64]
-OPEN_FILES = 256  # well below the usual limit of 1024 a process
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class ShardSet:
         self.bytes_read = 0
         self.reading: dict[int, str] = {}
         self._lock = threading.Lock()
-        self._files = _Files(folder)
+        self._files = RangeReader(folder)
         self._load(table)
 
     def _load(self, table: pa.Table) -> None:
@@ -227,49 +226,6 @@ def _one_chunk(table: pa.Table) -> pa.RecordBatch:
 
 def _joined(column: pa.ChunkedArray) -> pa.Array:
     return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
-
-
-class _Files:
-    """Byte ranges of a folder's files; local ones through a bounded cache of descriptors, safe from any thread."""
-
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
-        self._open: OrderedDict[str, _Descriptor] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def read(self, name: str, offset: int, size: int) -> bytes:
-        path = self._folder.path(name)
-        if "://" in path:
-            return self._folder.read_range(name, offset, size)
-        descriptor = self._descriptor(path)
-        data = os.pread(descriptor.number, size, offset)
-        while len(data) < size and (more := os.pread(descriptor.number, size - len(data), offset + len(data))):
-            data += more
-        return data
-
-    def _descriptor(self, path: str) -> _Descriptor:
-        with self._lock:
-            if path in self._open:
-                self._open.move_to_end(path)
-                return self._open[path]
-        opened = _Descriptor(path)  # outside the lock: a file system that hangs must not hang the other threads
-        with self._lock:
-            self._open[path] = opened
-            if len(self._open) > OPEN_FILES:
-                self._open.popitem(last=False)
-        return opened
-
-
-class _Descriptor:
-    """A file descriptor that closes when its last user lets go, so the cache may drop it while another thread reads."""
-
-    def __init__(self, path: str) -> None:
-        self.number = -1
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if self.number >= 0:
-            os.close(self.number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Protocol
 
 from core.errors import DataError
 
@@ -28,13 +28,19 @@ class Member:
     size: int
 
 
+class Sink(Protocol):
+    """What a tar is written to."""
+
+    def write(self, data: bytes, /) -> object: ...
+
+
 class TarWriter:
-    """Appends members to an open file in the order given; `finish` writes the end mark.
+    """Appends members to an open file or other sink in the order given; `finish` writes the end mark.
 
     `position` is the size of the tar so far, in bytes.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: Sink) -> None:
         self._file = file
         self.position = 0
 

@@ -1,0 +1,41 @@
+"""Settings of `shard` and `verify`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from core.config import StageConfig, setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardConfig(StageConfig):
+    """Write the kept pairs as shuffled tar shards that webdataset, DALI and `pairmill train` read.
+
+    Pictures that dedup holds out for evaluation go to WORK/holdout in the same format.
+    """
+
+    size: int = setting(256)
+    """Longest allowed shorter side, in pixels. A staged picture that fits is copied byte for byte; a larger one is resized.
+    A little above the training size leaves room for random crops."""
+    quality: int = setting(92)
+    """JPEG quality, 1 to 100, of the pictures that are resized. Below 85 artefacts begin to show, above 95 only bytes grow."""
+    samples_per_shard: int = setting(5000)
+    """Most samples a shard holds; they are shared out evenly. Aim at 50 to 500 MB a shard, and at several shards a core."""
+    ranks: int = setting(0)
+    """Also write one list of shards a rank for this many ranks: disjoint, equally many shards each. Only other loaders
+    need it; `pairmill train` shares samples out itself, for any number of ranks."""
+    captions: Literal["all", "first"] = setting("all")
+    """Keep `all` captions of a picture in its sample (the trainer draws one each epoch), or only the `first`."""
+    seed: int = setting(0)
+    """Seed of the global shuffle that spreads the pictures over the shards."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyConfig(StageConfig):
+    """Read shards again and compare them with their hashes; names every bad sample, and exits with 5 if there is one."""
+
+    shards: str = setting("")
+    """Folder of shards to verify; empty takes WORK/shards and WORK/holdout."""
+    deep: bool = setting(False)
+    """Decode every picture too, strictly: also finds damage that was there before the shards were written."""

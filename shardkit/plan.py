@@ -1,0 +1,169 @@
+"""Which sample goes where: kept captions grouped by picture, shuffled by seed, cut into shards.
+
+A plan is a Parquet file of one row a sample with one row group a shard, so that a worker reads its shard and no more.
+DuckDB joins, groups and sorts (it spills to disk); rows then stream through Arrow, never all at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from core import catalog
+from core.errors import ConfigError, InputError
+from core.schema import pair_fields
+from core.storage import Folder
+from shardkit.config import ShardConfig
+
+if TYPE_CHECKING:
+    import duckdb
+
+# One row a kept caption, with the picture it belongs to. Pictures are the same where the bytes received are (one URL may
+# be fetched by two units) and dedup says so too; near-duplicates stay samples of their own and share an image group.
+_ROWS = """
+CREATE TEMP TABLE caption_rows AS
+WITH kept AS (
+    SELECT uid, bool_or(holdout) AS holdout, min(image_group) AS image_group FROM decisions WHERE kept GROUP BY uid
+)
+SELECT kept.holdout, kept.image_group, coalesce(sha256, tar || ':' || tar_offset) AS picture, unit, "row", uid, caption,
+    url, tar, tar_offset, tar_size, {source} AS source
+FROM pairs JOIN kept USING (uid)
+WHERE outcome = 'ok' AND tar IS NOT NULL
+QUALIFY row_number() OVER (PARTITION BY uid ORDER BY unit, "row") = 1
+"""
+
+_PICTURES = """
+CREATE TEMP TABLE pictures AS
+SELECT holdout, image_group, picture, arg_min(uid, (unit, "row")) AS first_uid
+FROM caption_rows GROUP BY holdout, image_group, picture
+"""
+
+_ORDERED = """
+SELECT p.first_uid, r.uid, r.caption, r.url, r.tar, r.tar_offset, r.tar_size, r.image_group, r.source
+FROM caption_rows r JOIN pictures p USING (holdout, image_group, picture)
+WHERE holdout = {holdout} {only}
+ORDER BY md5_number({seed} || ':' || p.first_uid), p.first_uid, r.unit, r."row"
+"""
+
+PLANS = {"shards": "shards/plan.parquet", "holdout": "shards/plan-holdout.parquet"}
+
+
+def write_plans(folder: Folder, config: ShardConfig) -> None:
+    """Write both plans; the one of `shards` last, so that where it lies both do.
+
+    Raises:
+        InputError: nothing was kept, or no kept pair has a staged image.
+        ConfigError: fewer samples than ranks.
+    """
+    with catalog.connect(folder) as connection:
+        for view in ("pairs", "decisions"):
+            catalog.require(connection, view)
+        connection.execute(_ROWS.format(source=_source_columns(connection)))
+        connection.execute(_PICTURES)
+        samples = {
+            home: _count(connection, f"SELECT count(*) FROM pictures WHERE holdout = {holdout}")
+            for home, holdout in (("holdout", True), ("shards", False))
+        }
+        if not samples["shards"]:
+            kept = _count(connection, "SELECT count(*) FROM decisions WHERE kept AND NOT holdout")
+            raise InputError(
+                f"expected kept pairs with images in {folder}, found {kept} kept pairs to train on and no image of theirs; "
+                'see what was dropped: pairmill sql "SELECT reason, count(*) FROM decisions GROUP BY reason"'
+            )
+        for home, count in samples.items():
+            sizes = shard_sizes(count, config.samples_per_shard, config.ranks if home == "shards" else 0)
+            _write_plan(connection, folder, home, sizes, config)
+
+
+def shard_sizes(samples: int, most: int, ranks: int = 0) -> list[int]:
+    """Samples in each shard: as few shards as hold at most `most`, a multiple of `ranks` many, and as even as can be.
+
+    Raises:
+        ConfigError: there are fewer samples than ranks.
+    """
+    if samples < ranks:
+        raise ConfigError(f"expected at least one sample for each of {ranks} ranks, found {samples}; lower --ranks")
+    shards = math.ceil(samples / most)
+    shards += -shards % ranks if ranks else 0
+    return [samples // shards + (i < samples % shards) for i in range(shards)]
+
+
+def _count(connection: duckdb.DuckDBPyConnection, sql: str) -> int:
+    return int(connection.execute(sql).fetchall()[0][0])
+
+
+def _source_columns(connection: duckdb.DuckDBPyConnection) -> str:
+    """SQL for the source's own columns of a pair as one JSON object."""
+    ours = {field.name for field in pair_fields()}
+    names = [name for name in catalog.columns(connection, "pairs") if name not in ours]
+    quoted = ['"' + name.replace('"', '""') + '"' for name in names]
+    return f"to_json(struct_pack({', '.join(f'{q} := {q}' for q in quoted)}))::VARCHAR" if quoted else "'{}'"
+
+
+def _write_plan(
+    connection: duckdb.DuckDBPyConnection, folder: Folder, home: str, sizes: list[int], config: ShardConfig
+) -> None:
+    only = "AND r.uid = p.first_uid" if config.captions == "first" else ""
+    rows = connection.sql(_ORDERED.format(holdout=home == "holdout", seed=int(config.seed), only=only))
+    with folder.staged(PLANS[home]) as path, pq.ParquetWriter(path, _SCHEMA) as writer:
+        for table in _cut(pa.RecordBatchReader.from_stream(rows), sizes):
+            writer.write_table(table, row_group_size=table.num_rows)
+
+
+_SCHEMA = pa.schema(
+    [
+        pa.field("uid", pa.string()),
+        pa.field("uids", pa.list_(pa.string())),
+        pa.field("captions", pa.list_(pa.string())),
+        pa.field("url", pa.string()),
+        pa.field("tar", pa.string()),
+        pa.field("tar_offset", pa.int64()),
+        pa.field("tar_size", pa.int64()),
+        pa.field("image_group", pa.string()),
+        pa.field("source", pa.string()),
+    ]
+)
+
+
+def _cut(batches: pa.RecordBatchReader, sizes: list[int]) -> Iterator[pa.Table]:
+    """Caption rows, in order, as one table of samples a shard."""
+    pending = pa.table({f.name: pa.array([], f.type) for f in batches.schema}, schema=batches.schema)
+    remaining = iter(sizes)
+    wanted = next(remaining, 0)
+    for batch in batches:
+        pending = pa.concat_tables([pending, pa.Table.from_batches([batch])])
+        starts = _starts(pending)
+        done = 0
+        while wanted and len(starts) - 1 - done >= wanted:  # the last picture may have more captions in the next batch
+            yield _grouped(pending, starts[done : done + wanted + 1])
+            done, wanted = done + wanted, next(remaining, 0)
+        pending = pending.slice(starts[done])
+    if wanted:
+        yield _grouped(pending, np.append(_starts(pending), pending.num_rows))
+
+
+def _starts(rows: pa.Table) -> np.ndarray:
+    """Row at which each picture begins."""
+    import pyarrow.compute as pc
+
+    first = rows["first_uid"]
+    changed = pc.not_equal(first.slice(1), first.slice(0, max(len(first) - 1, 0)))
+    return np.append(0, np.flatnonzero(changed.to_numpy()) + 1)
+
+
+def _grouped(rows: pa.Table, bounds: np.ndarray) -> pa.Table:
+    """One row a picture: its caption rows are `bounds[i]` to `bounds[i + 1]`."""
+    part = rows.slice(bounds[0], bounds[-1] - bounds[0]).combine_chunks()
+    offsets = pa.array(bounds - bounds[0], pa.int32())
+    one = part.take(offsets[:-1])
+    lists = {
+        name: pa.ListArray.from_arrays(offsets, part[column].combine_chunks().cast(pa.string()))
+        for name, column in (("uids", "uid"), ("captions", "caption"))
+    }
+    columns = [lists[f.name] if f.name in lists else one[f.name].cast(f.type) for f in _SCHEMA]
+    return pa.table(columns, schema=_SCHEMA)
