@@ -44,6 +44,7 @@ def connect(folder: Folder, *, memory_gb: float | None = None) -> duckdb.DuckDBP
 
     connection = duckdb.connect()
     connection.execute("SET preserve_insertion_order = false")
+    connection.execute("SET enable_progress_bar = false")  # it draws on stdout, where --json promises its object
     connection.execute(f"SET temp_directory = '{tempfile.gettempdir()}/pairmill-duckdb'")
     if memory_gb is not None:
         connection.execute(f"SET memory_limit = '{memory_gb}GB'")
