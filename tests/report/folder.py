@@ -158,7 +158,15 @@ def step_row(step: int, *, wait: float = 0.08) -> dict[str, Any]:
     return {
         "step": step, "epoch": step // 50, "samples_seen": 8 * step, "loss": 2.1 * math.exp(-step / 150) + 0.3,
         "acc": 0.2, "scale": 14.3 + step / 50, "lr": 5e-4 * min(1.0, step / 50), "grad_norm": 1.0,
-        "pairs_per_s": 800.0, "wait_share": wait, "mfu": None,
+        "pairs_per_s": 800.0, "wait_share": wait, "mfu": None, "time": 1.7e9 + step,
+        "waits": {
+            place: {"p50": s, "p99": 2 * s, "mean": s, "min": s, "max": s, "slowest_rank": 0}
+            for place, s in (
+                ("decode", 0.01 * wait), ("h2d", 0.0), ("compute", 0.01 * (1 - wait)), ("reader", 0.001),
+                ("decode_busy", 0.008),
+            )
+        },
+        "queue": 3.0, "ranks": 1, "text_len": 12.0, "invalid": 0, "skipped": 0, "batch_hash": "0",
     }  # fmt: skip
 
 

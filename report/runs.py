@@ -1,0 +1,131 @@
+"""Training runs of a work folder as plain series: runs/NAME/{config.json, metrics.jsonl, eval.jsonl, examples.json}."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from typing import TYPE_CHECKING, Any
+
+from core.errors import InputError, nearest
+from core.storage import Folder
+
+if TYPE_CHECKING:
+    from report.gallery import Thumbnails
+
+POINTS = 600  # of a curve; a page needs no more
+SERIES = ("loss", "acc", "scale", "lr", "grad_norm", "pairs_per_s", "wait_share", "mfu")
+# Where a step's time passes (train.meter), in the order in which the page stacks them.
+PLACES = {"decode": "waiting for a batch", "h2d": "copying to the device", "compute": "computing"}
+EXAMPLES = 12
+CAPTIONS = 5  # shown of each example
+
+
+def load(folder: Folder, name: str = "") -> dict[str, Any] | None:
+    """The run `name`, or the one that logged last; None where there is no run.
+
+    Returns {name, config, steps: {key: [values]}, split: {place: [shares]}, evals, retrieval, zero_shot, last}.
+
+    Raises:
+        InputError: there is no run of that name.
+    """
+    names = [path.removeprefix("runs/") for path in folder.list("runs/*")]
+    if name and name not in names:
+        raise InputError(f"{folder} has no run {name!r}: {nearest(name, names) if names else 'it has none at all'}")
+    found = [_load(folder, run) for run in ([name] if name else names)]
+    found = [run for run in found if run["last"] or run["evals"] or run["config"]]
+    return max(found, key=lambda run: (run["last"].get("time", 0.0), run["name"]), default=None)
+
+
+def _load(folder: Folder, name: str) -> dict[str, Any]:
+    home = f"runs/{name}"
+    rows = jsonl(folder, f"{home}/metrics.jsonl", POINTS)
+    rows = [row for row in rows if isinstance(row.get("step"), int)]
+    evals = jsonl(folder, f"{home}/eval.jsonl")
+    config = _json(folder, f"{home}/config.json")
+    return {
+        "name": name,
+        "config": config if isinstance(config, dict) else {},
+        "steps": {key: [_finite(row.get(key)) for row in rows] for key in ("step", *SERIES)},
+        "split": split(rows),
+        "evals": evals,
+        "retrieval": _newest(evals, "retrieval"),
+        "zero_shot": _newest(evals, "zero_shot"),
+        "last": rows[-1] if rows else {},
+    }
+
+
+def jsonl(folder: Folder, name: str, points: int = 0) -> list[dict[str, Any]]:
+    """Whole rows of a JSONL file, thinned out evenly to about `points` with the last one kept; empty without the file."""
+    if not folder.exists(name):
+        return []
+    lines = folder.read(name).splitlines()
+    every = max(1, -(-len(lines) // points)) if points else 1
+    rows = []
+    for i, line in enumerate(lines):
+        if i % every and i != len(lines) - 1:
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:  # the last line of a run that is being written, or was killed
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+def split(rows: list[dict[str, Any]]) -> dict[str, list[float | None]]:
+    """Share of each place in a step's time, by the place's words; empty where the rows hold no waits."""
+    shares: dict[str, list[float | None]] = {words: [] for words in PLACES.values()}
+    if not any(row.get("waits") for row in rows):
+        return {}
+    for row in rows:
+        means = {place: (row.get("waits") or {}).get(place, {}).get("mean", 0.0) for place in PLACES}
+        whole = sum(means.values())
+        for place, words in PLACES.items():
+            shares[words].append(means[place] / whole if whole else None)
+    return shares
+
+
+def examples(folder: Folder, run: dict[str, Any], thumbnails: Thumbnails) -> list[dict[str, Any]]:
+    """Pictures of the last evaluation with the captions nearest to them.
+
+    Returns [{picture, captions: [{caption, score, right}]}].
+    """
+    found = _json(folder, f"runs/{run['name']}/examples.json")
+    if isinstance(found, dict):
+        found = found.get("retrieval") or found.get("examples")
+    return [_example(item, thumbnails) for item in (found or [])[:EXAMPLES]]
+
+
+def _example(item: dict[str, Any], thumbnails: Thumbnails) -> dict[str, Any]:
+    captions = [
+        {"caption": c["caption"], "score": c.get("score"), "right": bool(c.get("right"))}
+        for c in item.get("captions", [])
+    ]
+    return {"picture": _thumbnail(item.get("image"), thumbnails), "captions": captions[:CAPTIONS]}
+
+
+def _thumbnail(encoded: Any, thumbnails: Thumbnails) -> str | None:
+    """A base64 picture, made small; None for anything else."""
+    try:
+        return thumbnails.encode(base64.b64decode(str(encoded or ""), validate=True))
+    except binascii.Error:
+        return None
+
+
+def _json(folder: Folder, name: str) -> Any:
+    if not folder.exists(name):
+        return None
+    try:
+        return json.loads(folder.read(name))
+    except ValueError:
+        return None
+
+
+def _newest(evals: list[dict[str, Any]], key: str) -> dict[str, Any] | None:
+    return next((row[key] for row in reversed(evals) if row.get(key)), None)
+
+
+def _finite(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and abs(value) < 1e300 else None  # NaN fails the comparison too
