@@ -56,11 +56,11 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         if device.type == "cpu":
             return self
-        moved = [
+        pixels, tokens, valid, group = (
             t if t.device.type == "cuda" else t.pin_memory().to(device, non_blocking=True)
             for t in (self.pixels_bCSS, self.tokens_bL, self.valid_b, self.group_b)
-        ]
-        return Batch(self.step, *moved, self.uids)
+        )
+        return Batch(self.step, pixels, tokens, valid, group, self.uids)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Augment:
     flip: bool
 
     def __call__(self, sample: Sample, width: int, height: int) -> tuple[View, int]:
-        draw = Random(xxhash.xxh3_64_intdigest(f"{self.seed}/{self.epoch}/{sample.uid}"))
+        draw = Random(xxhash.xxh3_64_intdigest(f"{self.seed}/{self.epoch}/{sample.uid}".encode()))
         caption = int(draw.random() * len(sample.captions))
         if self.crop >= 1:
             return middle_view(width, height)._replace(flip=self.flip and draw.random() < 0.5), caption

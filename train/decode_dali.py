@@ -10,6 +10,7 @@ looked at afterwards (by libjpeg-turbo in its strict mode), the bad ones are rep
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,10 +49,15 @@ class DaliDecoder:
             raise HardwareError(f"--decode dali needs NVIDIA DALI, which is not installed; run: {INSTALL}")
         self.size, self.threads, self.batch, self.device = size, max(1, threads), max(1, batch), device
         self.rebuilt = 0
+        self._lock = threading.Lock()  # evaluation decodes while the loader reads ahead, and a pipeline is one caller's
         self._pipeline = self._build()
         self._spare: CpuDecoder | None = None
 
     def decode(self, pictures: Sequence[Picture | None]) -> tuple[Tensor, dict[int, str]]:
+        with self._lock:
+            return self._decode(pictures)
+
+    def _decode(self, pictures: Sequence[Picture | None]) -> tuple[Tensor, dict[int, str]]:
         reasons: dict[int, str] = {}
         ready = [None if p is None else self._prepared(i, p, reasons) for i, p in enumerate(pictures)]
         try:

@@ -1,0 +1,391 @@
+"""What a checkpoint can do: retrieval among captioned pictures, zero-shot classification of class folders. STAGE `eval`.
+
+Shape letters: N pictures, M captions (several a picture), E joint width, c a chunk of either, K classes.
+
+Figures: `t2i_r5` is the share of captions whose picture is among the five nearest pictures; `i2t_r5` the share of
+pictures with any of their captions among the five nearest captions. A tie counts against the right answer, so a model
+that maps everything to one point scores nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from core import images
+from core.errors import ConfigError, InputError, RunError
+from core.metrics import Jsonl
+from core.runner import cores
+from core.storage import Folder
+from shardkit.reader import Sample, ShardSet
+from train.config import EvalConfig
+from train.data import Batch, Preparer, make_decoder, middle_of
+from train.distributed import World, choose_device
+from train.export import load_weights, run_folder
+from train.models import ModelConfig
+from train.tokenizer import Tokenizer
+from train.towers import CLIP
+
+log = logging.getLogger("pairmill.train")
+
+EVAL_BATCH = 250
+RANKS = (1, 5, 10)
+CHUNK_ENTRIES = 1 << 25  # similarities held at a time: 128 MB, whatever the size of the set
+EXAMPLES, TOP, THUMB = 12, 5, 160
+TEMPLATES = (
+    "{}",
+    "a photo of a {}.",
+    "a picture of the {}.",
+    "an image with {} in it.",
+    "a close-up photo of a {}.",
+    "a small, blurry photo of a {}.",
+    "one {} in the middle of the picture.",
+)
+
+
+class Embedded(NamedTuple):
+    """A captioned set in the joint space; only pictures that could be decoded, and their captions."""
+
+    img_NE: Tensor
+    txt_ME: Tensor
+    owner_M: Tensor
+    """Row of each caption's picture; ascending."""
+    index_N: list[int]
+    """Number of each picture in its ShardSet."""
+    captions: list[str]
+
+
+# -- embedding ---------------------------------------------------------------------------------------------------------
+
+
+def embed(model: CLIP, preparer: Preparer, shard_set: ShardSet, ranks: World, batch: int = EVAL_BATCH) -> Embedded:
+    """Embed all pictures and all captions of a set; the work is shared over the ranks, all of them get the result."""
+    model.eval()
+    mine = np.arange(ranks.rank, len(shard_set), ranks.size)
+    parts = [mine[i : i + batch] for i in range(0, len(mine), batch)]
+    images_nE, valid_n = embed_images(model, preparer, map(shard_set.read, parts), ranks.device)
+    img_NE = _gathered(images_nE, len(shard_set), ranks)
+    valid = _gathered(valid_n, len(shard_set), ranks)
+    index = torch.arange(len(shard_set))[valid.cpu()].tolist()
+    if len(index) < len(shard_set):
+        log.warning("evaluation leaves out %d pictures that cannot be decoded", len(shard_set) - len(index))
+    captions = [shard_set.captions(i) for i in index]
+    flat = [caption for some in captions for caption in some]
+    owner = torch.tensor([row for row, some in enumerate(captions) for _ in some], dtype=torch.int64)
+    own = embed_texts(model, preparer, flat[ranks.rank :: ranks.size], ranks.device, batch)
+    return Embedded(img_NE[valid], _gathered(own, len(flat), ranks), owner.to(ranks.device), index, flat)
+
+
+@torch.inference_mode()
+def embed_images(
+    model: CLIP, preparer: Preparer, parts: Iterator[list[Sample]], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Embeddings (n, E) in fp32, and bool (n,): could be decoded. The next part is read and decoded meanwhile."""
+    rows: list[Tensor] = [torch.zeros(0, model.cfg.embed_dim, device=device)]
+    valid: list[Tensor] = [torch.zeros(0, dtype=torch.bool, device=device)]
+    for batch in _ahead(preparer, parts):
+        rows.append(model.encode_image(batch.pixels_bCSS.to(device)).float())
+        valid.append(batch.valid_b.to(device))
+    return torch.cat(rows), torch.cat(valid)
+
+
+@torch.inference_mode()
+def embed_texts(
+    model: CLIP, preparer: Preparer, texts: Sequence[str], device: torch.device, batch: int = EVAL_BATCH
+) -> Tensor:
+    """Embeddings (n, E) in fp32, in the order of `texts`; embedded by length, because a batch costs its longest."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    out = torch.zeros(len(texts), model.cfg.embed_dim, device=device)
+    for i in range(0, len(order), batch):
+        part = order[i : i + batch]
+        out[part] = model.encode_text(preparer.tokens([texts[j] for j in part]).to(device)).float()
+    return out
+
+
+def _ahead(preparer: Preparer, parts: Iterator[list[Sample]]) -> Iterator[Batch]:
+    """Prepared parts in order, the next one always being read and decoded in a thread."""
+
+    def prepare_next() -> Batch | None:
+        samples = next(parts, None)
+        return None if samples is None else preparer.prepare(0, samples, middle_of)[0]
+
+    with ThreadPoolExecutor(1, thread_name_prefix="eval") as pool:
+        waiting = pool.submit(prepare_next)
+        while (batch := waiting.result()) is not None:
+            waiting = pool.submit(prepare_next)
+            yield batch
+
+
+def _gathered(own_n: Tensor, total: int, ranks: World) -> Tensor:
+    """Rows that were dealt out in turn (row i on rank i mod N), together again on every rank."""
+    if ranks.size == 1:
+        return own_n
+    import torch.distributed as dist
+
+    most = -(-total // ranks.size)
+    kind = own_n.dtype
+    padded = own_n.to(torch.uint8) if kind == torch.bool else own_n
+    padded = torch.cat([padded, padded.new_zeros(most - len(padded), *padded.shape[1:])])
+    everything = padded.new_empty(ranks.size * most, *padded.shape[1:])
+    dist.all_gather_into_tensor(everything, padded.contiguous())
+    dealt = everything.view(ranks.size, most, *padded.shape[1:]).transpose(0, 1)
+    return dealt.reshape(ranks.size * most, *padded.shape[1:])[:total].to(kind)
+
+
+# -- retrieval ---------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def recalls(img_NE: Tensor, txt_ME: Tensor, owner_M: Tensor, entries: int = CHUNK_ENTRIES) -> dict[str, float]:
+    """Recall at 1, 5 and 10 in both directions, of normalised embeddings; `owner_M` must be ascending.
+
+    Holds at most `entries` similarities at a time.
+    """
+    text_rank = torch.cat([_rank_of_own(t, img_NE, o) for t, o in _chunks(txt_ME, owner_M, len(img_NE), entries)])
+    rows_N = torch.arange(len(img_NE), device=img_NE.device)
+    image_rank = torch.cat(
+        [_rank_of_best(i, txt_ME, owner_M, r) for i, r in _chunks(img_NE, rows_N, len(txt_ME), entries)]
+    )
+    found = {f"t2i_r{k}": float((text_rank < k).double().mean()) for k in RANKS}
+    return found | {f"i2t_r{k}": float((image_rank < k).double().mean()) for k in RANKS}
+
+
+def _chunks(rows: Tensor, beside: Tensor, width: int, entries: int) -> Iterator[tuple[Tensor, Tensor]]:
+    size = max(1, entries // max(1, width))
+    return zip(rows.split(size), beside.split(size), strict=True)
+
+
+def _rank_of_own(txt_cE: Tensor, img_NE: Tensor, owner_c: Tensor) -> Tensor:
+    """How many other pictures are at least as near to each caption as its own."""
+    similarity_cN = txt_cE @ img_NE.T
+    own_c1 = similarity_cN.gather(1, owner_c[:, None])
+    return (similarity_cN >= own_c1).sum(dim=1) - 1
+
+
+def _rank_of_best(img_cE: Tensor, txt_ME: Tensor, owner_M: Tensor, row_c: Tensor) -> Tensor:
+    """How many captions of others are at least as near to each picture as the nearest of its own."""
+    similarity_cM = img_cE @ txt_ME.T
+    own_cM = owner_M[None] == row_c[:, None]
+    best_c1 = similarity_cM.masked_fill(~own_cM, -torch.inf).amax(dim=1, keepdim=True)
+    return ((similarity_cM >= best_c1) & ~own_cM).sum(dim=1)
+
+
+# -- zero-shot classification ------------------------------------------------------------------------------------------
+
+
+def zero_shot(
+    model: CLIP,
+    preparer: Preparer,
+    folder: str,
+    templates: Sequence[str],
+    device: torch.device,
+    batch: int = EVAL_BATCH,
+) -> dict[str, Any]:
+    """Classify the pictures of class folders by the nearest class name, each in all templates.
+
+    Returns accuracy, top5 (more than five classes), chance, classes, pictures, unreadable, per_class{name: accuracy}.
+
+    Raises:
+        InputError: fewer than two class folders with files.
+    """
+    names, files = class_folders(folder)
+    model.eval()
+    classes_KE = _classifier(model, preparer, [name.replace("_", " ") for name in names], templates, device, batch)
+    parts = [files[i : i + batch] for i in range(0, len(files), batch)]
+    samples = ([_sample_of(path, label) for path, label in part] for part in parts)
+    img_NE, valid_N = embed_images(model, preparer, samples, device)
+    label_N = torch.tensor([label for _, label in files], device=device)[valid_N]
+    if not len(label_N):
+        raise InputError(f"expected pictures in the class folders of {folder}, found none that can be decoded")
+    order_NK = (img_NE[valid_N] @ classes_KE.T).argsort(dim=1, descending=True, stable=True)
+    right_NK = order_NK == label_N[:, None]
+    per_class = {name: float(right_NK[label_N == k, 0].double().mean()) for k, name in enumerate(names)}
+    found = {
+        "accuracy": float(right_NK[:, 0].double().mean()),
+        "chance": 1 / len(names),
+        "classes": len(names),
+        "pictures": len(label_N),
+        "unreadable": len(files) - len(label_N),
+        "per_class": {name: value for name, value in per_class.items() if value == value},
+    }
+    if len(names) > 5:
+        found["top5"] = float(right_NK[:, :5].any(dim=1).double().mean())
+    return found
+
+
+def _classifier(
+    model: CLIP, preparer: Preparer, names: list[str], templates: Sequence[str], device: torch.device, batch: int
+) -> Tensor:
+    """One direction a class (K, E): the mean over templates of the normalised text embeddings, normalised."""
+    texts = [template.replace("{}", name) for name in names for template in templates]
+    txt = embed_texts(model, preparer, texts, device, batch).view(len(names), len(templates), -1)
+    return F.normalize(txt.mean(dim=1), dim=-1)
+
+
+def class_folders(folder: str) -> tuple[list[str], list[tuple[Path, int]]]:
+    """Class names in order, and every file with its class's number."""
+    root = Path(folder)
+    names = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    listed = [(n, sorted(p for p in (root / n).iterdir() if p.is_file() and p.name[0] != ".")) for n in names]
+    filled = [(n, paths) for n, paths in listed if paths]
+    if len(filled) < 2:
+        raise InputError(
+            f"expected at least two class folders with pictures in {folder}, found {len(filled)}; lay them out as "
+            "FOLDER/CLASS/picture.jpg"
+        )
+    return [n for n, _ in filled], [(path, k) for k, (_, paths) in enumerate(filled) for path in paths]
+
+
+def _sample_of(path: Path, label: int) -> Sample:
+    return Sample(path.read_bytes(), [""], str(path), label, path.stem, path.parent.name, 0, 0, 0)
+
+
+def read_templates(path: str) -> Sequence[str]:
+    """One template a line with `{}` in it; the general ones where `path` is empty."""
+    if not path:
+        return TEMPLATES
+    try:
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise InputError(f"expected a file of templates at {path}, found none ({error.strerror})") from error
+    templates = [line for line in lines if line]
+    if not templates or any("{}" not in line for line in templates):
+        raise InputError(f"expected a line with {{}} for each template in {path}, found {len(templates)} lines")
+    return templates
+
+
+# -- examples for people ----------------------------------------------------------------------------------------------
+
+
+def pick_examples(embedded: Embedded, shard_set: ShardSet) -> dict[str, Any]:
+    """Some pictures with the captions nearest to them, some captions with the pictures nearest to them.
+
+    {"images": [{uid, jpeg (base64), captions[…], top[{caption, score, right}]}],
+     "texts": [{caption, top[{uid, jpeg, score, right}]}]}
+    """
+    rows = _spread(len(embedded.img_NE), EXAMPLES)
+    found_images = []
+    for row, near in zip(rows, _nearest(embedded.img_NE[rows], embedded.txt_ME), strict=True):
+        own = (embedded.owner_M == row).nonzero().flatten().tolist()
+        top = [{"caption": embedded.captions[i], "score": s, "right": i in own} for i, s in near]
+        captions = [embedded.captions[i] for i in own]
+        found_images.append({**_thumbnail(shard_set, embedded.index_N[row]), "captions": captions, "top": top})
+    texts = _spread(len(embedded.captions), EXAMPLES // 2)
+    found_texts = []
+    for text, near in zip(texts, _nearest(embedded.txt_ME[texts], embedded.img_NE), strict=True):
+        owner = int(embedded.owner_M[text])
+        top = [{**_thumbnail(shard_set, embedded.index_N[i]), "score": s, "right": i == owner} for i, s in near]
+        found_texts.append({"caption": embedded.captions[text], "top": top})
+    return {"images": found_images, "texts": found_texts}
+
+
+def _spread(total: int, wanted: int) -> list[int]:
+    return [i * total // min(total, wanted) for i in range(min(total, wanted))]
+
+
+def _nearest(rows_cE: Tensor, others_E: Tensor) -> list[list[tuple[int, float]]]:
+    values, at = (rows_cE @ others_E.T).topk(min(TOP, len(others_E)), dim=1)
+    pairs = zip(at.tolist(), values.tolist(), strict=True)
+    return [[(i, round(s, 4)) for i, s in zip(row, scores, strict=True)] for row, scores in pairs]
+
+
+def _thumbnail(shard_set: ShardSet, index: int) -> dict[str, str]:
+    sample = shard_set.read(np.array([index]))[0]
+    pixels = images.decode(sample.data, images.read_header(sample.data))
+    jpeg = images.encode_jpeg(images.resize(pixels, THUMB), 80)
+    return {"uid": sample.uid, "jpeg": base64.b64encode(jpeg).decode()}
+
+
+# -- during training ---------------------------------------------------------------------------------------------------
+
+
+class Evaluator:
+    """Retrieval on a captioned set, at any step of a run; rows go to eval.jsonl, examples to examples.json."""
+
+    def __init__(self, ranks: World, home: Path, model: CLIP, preparer: Preparer, val: str, batch: int) -> None:
+        self.ranks, self.home, self.model, self.preparer, self.batch = ranks, home, model, preparer, batch
+        self.shard_set = ShardSet.open(val) if val else None
+
+    def run(self, step: int, *, examples: bool, more: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Measure now. Every rank must call it; returns {"retrieval": {…}}, or nothing without a set."""
+        found: dict[str, Any] = {}
+        start = time.perf_counter()
+        if self.shard_set is not None:
+            embedded = embed(self.model, self.preparer, self.shard_set, self.ranks, self.batch)
+            if not embedded.captions:
+                raise RunError(f"no picture of {self.shard_set.folder} could be decoded; run `pairmill verify --deep`")
+            found["retrieval"] = {
+                **recalls(embedded.img_NE, embedded.txt_ME, embedded.owner_M),
+                "images": len(embedded.img_NE),
+                "captions": len(embedded.captions),
+            }
+            if examples and self.ranks.main:
+                write_examples(self.home, step, pick_examples(embedded, self.shard_set))
+        found |= more or {}
+        if found and self.ranks.main:
+            seconds = time.perf_counter() - start
+            Jsonl(self.home / "eval.jsonl").append({"step": step, **found, "seconds": seconds, "time": time.time()})
+        return found
+
+
+def write_examples(home: Path, step: int, found: dict[str, Any]) -> None:
+    Folder(home).write("examples.json", json.dumps({"step": step, **found}).encode())
+
+
+def val_folder(work: str, val: str) -> str:
+    """The retrieval set that `--val` names; empty where there is none."""
+    if val == "none":
+        return ""
+    if val:
+        return val
+    return f"{work}/holdout" if Folder(work).exists("holdout/shards.json") else ""
+
+
+# -- the stage ---------------------------------------------------------------------------------------------------------
+
+
+def run(config: EvalConfig) -> dict[str, Any]:
+    """Measure a checkpoint.
+
+    Returns `step`, `checkpoint`, `retrieval` (with a set), `zero_shot` (with class folders).
+    """
+    home = Path(run_folder(config.work, config.name))
+    weights = load_weights(config.checkpoint or str(home), config.model)
+    if weights.shape is None:
+        raise ConfigError(f"{weights.source} does not say which model it is of; name it with --model")
+    val = val_folder(config.work, config.val)
+    if not val and not config.zero_shot:
+        raise ConfigError("there is nothing to measure on: name shards with --val or class folders with --zero-shot")
+    device = choose_device(config.device, 0)
+    model = CLIP(weights.shape, config.precision, logit_bias="logit_bias" in weights.state)
+    weights.into(model)
+    model.to(device)
+    with _preparer(config, weights.shape, device) as preparer:
+        more: dict[str, Any] = {"checkpoint": weights.source}
+        if config.zero_shot:
+            templates = read_templates(config.templates)
+            more["zero_shot"] = zero_shot(model, preparer, config.zero_shot, templates, device, config.batch)
+        ranks = World(0, 1, 0, device)
+        home.mkdir(parents=True, exist_ok=True)
+        step = int(weights.meta.get("step", 0))
+        found = Evaluator(ranks, home, model, preparer, val, config.batch).run(step, examples=True, more=more)
+    return {"step": step, **found}
+
+
+@contextlib.contextmanager
+def _preparer(config: EvalConfig, shape: ModelConfig, device: torch.device) -> Iterator[Preparer]:
+    decoder = make_decoder("auto", shape.image_size, config.threads or cores(), config.batch, device)
+    with contextlib.closing(decoder):
+        yield Preparer(decoder, Tokenizer(), shape.context)

@@ -1,0 +1,247 @@
+"""Weights in and out: our checkpoints, open_clip's folders, bare state dicts. STAGE `export`.
+
+In:  `load_weights(path)` reads a checkpoint or run folder of ours, an open_clip folder, a .safetensors file, a .pt state
+     dict (open_clip's or OpenAI's).
+Out: `open_clip_config.json` and `open_clip_model.safetensors`, which `open_clip.create_model("local-dir:OUT")` loads.
+
+Parameter names are open_clip's everywhere, so nothing is renamed on the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core.errors import ConfigError, DataError, InputError
+from core.storage import Folder
+from train import checkpoint
+from train.config import ExportConfig
+from train.models import ModelConfig, model_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from train.towers import CLIP
+
+log = logging.getLogger("pairmill.train")
+
+CONFIG = "open_clip_config.json"
+WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+PT = "open_clip_model.pt"
+
+# Numbers and buffers that OpenAI's files and older open_clip files carry beside the parameters.
+OPENAI_MARK = "input_resolution"
+NOT_PARAMETERS = frozenset({OPENAI_MARK, "context_length", "vocab_size", "attn_mask"})
+
+
+@dataclass
+class Weights:
+    """Parameters by open_clip's names, and the shape they are of where the file says it."""
+
+    source: str
+    state: dict[str, Tensor]
+    shape: ModelConfig | None
+    meta: dict[str, Any]
+
+    def into(self, model: CLIP) -> None:
+        """Fill `model`. A missing SigLIP bias keeps its initial value, a surplus one is left out.
+
+        Raises:
+            ConfigError: names or shapes differ; the first difference is named.
+        """
+        own = model.state_dict()
+        state = {name: value for name, value in self.state.items() if name in own or name != "logit_bias"}
+        for name in sorted(set(own) | set(state)):
+            mine, theirs = _shape_of(own, name), _shape_of(state, name)
+            if mine != theirs and not (name == "logit_bias" and theirs is None):
+                raise ConfigError(
+                    f"{self.source} holds the weights of another model: {name} is {theirs or 'missing'} there and "
+                    f"{mine or 'unknown'} here; choose the --model it was trained as"
+                )
+        model.load_state_dict({**own, **state})
+
+
+def _shape_of(state: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(state[name].shape) if name in state else None
+
+
+def load_weights(path: str, model: str = "") -> Weights:
+    """Read weights from any of the forms above; `model` names the shape of a bare state dict.
+
+    Raises:
+        InputError: nothing is there, or the file is none of these forms.
+        DataError: a checkpoint of ours is damaged.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise InputError(f"expected weights at {path}, found nothing")
+    if place.is_file():
+        found = _read_file(place)
+        shape = model_config(model) if model else None
+        if shape is not None and OPENAI_MARK in found:
+            shape = dataclasses.replace(shape, quick_gelu=True)
+        return Weights(path, _clean(found), shape, {})
+    if (place / CONFIG).exists():
+        return _from_open_clip(place)
+    if (place / checkpoint.MARKER).exists():
+        return _from_checkpoint(checkpoint.load(place))
+    for home in (place / "checkpoints", place):
+        if (saved := checkpoint.newest(home)) is not None:
+            return _from_checkpoint(saved)
+    raise InputError(
+        f"expected a checkpoint, a run folder or an open_clip folder at {path}, found none of them; a checkpoint lies in "
+        "WORK/runs/NAME/checkpoints"
+    )
+
+
+def _from_checkpoint(saved: checkpoint.Saved) -> Weights:
+    return Weights(str(saved.path), saved.model, ModelConfig(**saved.meta["model"]), saved.meta)
+
+
+def _from_open_clip(place: Path) -> Weights:
+    for name in WEIGHTS:
+        if (place / name).exists():
+            try:
+                shape = shape_from_open_clip(json.loads((place / CONFIG).read_text())["model_cfg"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(f"{place / CONFIG} describes no model that can be built here: {error!r}") from error
+            return Weights(str(place), _clean(_read_file(place / name)), shape, {})
+    raise InputError(f"expected {' or '.join(WEIGHTS)} beside {place / CONFIG}, found neither")
+
+
+def _read_file(path: Path) -> Mapping[str, Any]:
+    """State dict of a file: safetensors, a pickle of tensors only, or OpenAI's TorchScript archive."""
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise DataError(f"{path} is damaged: {error}") from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that it was given an archive, which is tried next
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises whatever its unpickler stumbles over
+        return _read_torchscript(path, error)
+    found = found.get("state_dict", found) if isinstance(found, dict) else found
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise InputError(f"expected a state dict in {path}, found {type(found).__name__}")
+    return found
+
+
+def _read_torchscript(path: Path, earlier: Exception) -> Mapping[str, Any]:
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.jit.load(str(path), map_location="cpu").state_dict()
+    except RuntimeError:
+        reason = str(earlier).split("\n")[0][:200]
+        raise InputError(f"expected weights in {path}, found a file that holds more or none: {reason}") from earlier
+
+
+def _clean(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Only parameters, in fp32, without the prefix that DDP leaves."""
+    import torch
+
+    return {
+        name.removeprefix("module."): value.float()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and name.removeprefix("module.") not in NOT_PARAMETERS
+    }
+
+
+# -- open_clip's description of a model --------------------------------------------------------------------------------
+
+
+def open_clip_config(shape: ModelConfig) -> dict[str, Any]:
+    """`open_clip_config.json` of a shape."""
+    from train.towers import IMAGE_MEAN, IMAGE_STD
+
+    return {
+        "model_cfg": {
+            "embed_dim": shape.embed_dim,
+            "quick_gelu": shape.quick_gelu,
+            "vision_cfg": {
+                "image_size": shape.image_size,
+                "layers": shape.vision_layers,
+                "width": shape.vision_width,
+                "head_width": shape.vision_width // shape.vision_heads,
+                "patch_size": shape.patch,
+            },
+            "text_cfg": {
+                "context_length": shape.context,
+                "vocab_size": shape.vocab,
+                "width": shape.text_width,
+                "heads": shape.text_heads,
+                "layers": shape.text_layers,
+            },
+        },
+        "preprocess_cfg": {"mean": list(IMAGE_MEAN), "std": list(IMAGE_STD), "interpolation": "bicubic"},
+    }
+
+
+def shape_from_open_clip(config: Mapping[str, Any]) -> ModelConfig:
+    """The shape that a `model_cfg` of open_clip describes; KeyError or TypeError where it is no plain ViT."""
+    vision, text = config["vision_cfg"], config["text_cfg"]
+    return ModelConfig(
+        embed_dim=config["embed_dim"],
+        image_size=vision["image_size"],
+        patch=vision["patch_size"],
+        vision_width=vision["width"],
+        vision_layers=int(vision["layers"]),
+        vision_heads=vision["width"] // vision.get("head_width", 64),
+        text_width=text["width"],
+        text_layers=text["layers"],
+        text_heads=text["heads"],
+        context=text.get("context_length", 77),
+        vocab=text.get("vocab_size", 49408),
+        quick_gelu=bool(config.get("quick_gelu", False)),
+    )
+
+
+# -- the stage ---------------------------------------------------------------------------------------------------------
+
+
+def run(config: ExportConfig) -> dict[str, Any]:
+    """Write a checkpoint as an open_clip folder.
+
+    Returns `out`, `files`, `step`, `parameters`.
+    """
+    weights = load_weights(config.checkpoint or run_folder(config.work, config.name))
+    if weights.shape is None:
+        raise ConfigError(f"{weights.source} does not say which model it is of; export a checkpoint of ours")
+    out = Folder(config.out or f"{run_folder(config.work, config.name)}/export")
+    out.make()
+    checkpoint.write_tensors(out, WEIGHTS[0], weights.state)
+    files = [WEIGHTS[0], CONFIG]
+    if config.pt:
+        import torch
+
+        with out.staged(PT) as path:
+            torch.save(weights.state, path)
+        files.append(PT)
+    out.write(CONFIG, json.dumps(open_clip_config(weights.shape), indent=2).encode())
+    parameters = sum(value.numel() for value in weights.state.values())
+    return {"out": out.url, "files": files, "step": weights.meta.get("step"), "parameters": parameters}
+
+
+def run_folder(work: str, name: str) -> str:
+    """WORK/runs/NAME; ConfigError where that cannot be a folder of its own on this machine."""
+    if not re.fullmatch(r"[\w.+-]+", name) or name.startswith("."):
+        raise ConfigError(f"expected a --name of letters, digits, '-', '_', '.', '+', found {name!r}")
+    folder = Folder(work)
+    if folder.local is None:
+        raise ConfigError(f"runs are kept on this machine's disk, found --work {work}; name the shards with --shards")
+    return f"{folder}/runs/{name}"

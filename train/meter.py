@@ -1,0 +1,181 @@
+"""What a run measures of itself, on every rank: waits, rate, share of the machine's peak; one row a log interval.
+
+Each step's time is split where it passes: waiting for a decoded batch, copying it to the device, computing (the
+collectives included, which overlap with it). Only these three count, so evaluation, checkpoints and the first steps of
+a process are in no rate. Where the decoder itself waits for bytes is measured too, but that costs the run nothing
+unless the loop waits as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+
+from core.metrics import Jsonl, Series
+from train.data import Batch, Loader
+from train.distributed import World, gather_objects
+from train.models import ModelConfig, flops_per_pair
+
+WARM_STEPS = 2  # a process's first steps allocate, compile and fill caches
+LOOP_PLACES = ("decode", "h2d", "compute")
+
+
+@dataclass
+class Interval:
+    """One rank's figures since the last row."""
+
+    loss: list[float] = field(default_factory=list)
+    accuracy: list[float] = field(default_factory=list)
+    norm: list[float] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    positions: int = 0
+    invalid: int = 0
+    skipped: int = 0
+
+
+class Meter:
+    """Collects steps on every rank and writes rows on rank 0."""
+
+    def __init__(self, ranks: World, loader: Loader, model: ModelConfig, peak_flops: float, file: Jsonl) -> None:
+        self.ranks, self.loader, self.model, self.peak_flops, self.file = ranks, loader, model, peak_flops, file
+        self.batch_size = loader.plan.batch_size
+        self.h2d, self.compute = Series(), Series()
+        self.interval = Interval()
+        self.last: dict[str, Any] = {}
+        self._warm = WARM_STEPS
+        self._seconds = self._waited = 0.0
+        self._steps = self._positions = self._pairs = 0
+
+    @contextmanager
+    def timed(self, place: Series) -> Iterator[None]:
+        with place.timed():
+            yield
+            if self.ranks.device.type == "cuda":
+                torch.cuda.synchronize(self.ranks.device)
+
+    def add(self, batch: Batch, loss: float, accuracy: float | None, norm: float, finite: bool) -> None:
+        """One step is over."""
+        now = self.interval
+        now.hashes.append(sum(xxhash.xxh3_64_intdigest(uid.encode()) for uid in batch.uids))
+        now.positions += int(batch.tokens_bL.argmax(dim=1).sum()) + len(batch.uids)
+        now.invalid += len(batch.uids) - int(batch.valid_b.sum())
+        if finite:
+            now.loss.append(loss)
+            now.norm.append(norm)
+            if accuracy is not None:
+                now.accuracy.append(accuracy)
+        else:
+            now.skipped += 1
+
+    def row(self, step: int, *, lr: float, scale: float) -> dict[str, Any]:
+        """Gather the interval from all ranks, write its row (rank 0), start a new one. Every rank must call it."""
+        places = {"decode": self.loader.waits.decode, "h2d": self.h2d, "compute": self.compute,
+                  "reader": self.loader.waits.reader, "decode_busy": self.loader.waits.decode_busy}  # fmt: skip
+        mine = {name: list(series.values) for name, series in places.items()}
+        for series in places.values():
+            series.take()
+        now, self.interval = self.interval, Interval()
+        ready = self.loader.ready
+        everyone = gather_objects((mine, now.hashes, now.positions, now.invalid, ready))
+        times, hashes, positions, invalid, queued = (list(column) for column in zip(*everyone, strict=True))
+        steps = len(now.hashes)
+        rate, wait_share = self._rates(times, steps)
+        text_len = sum(positions) / max(1, steps * self.batch_size)
+        self._positions += sum(positions)
+        self._pairs += steps * self.batch_size
+        self.last = {
+            "step": step,
+            "epoch": (step - 1) // self.loader.plan.steps_per_epoch,
+            "samples_seen": step * self.batch_size,
+            "loss": _mean(now.loss),
+            "acc": _mean(now.accuracy),
+            "scale": scale,
+            "lr": lr,
+            "grad_norm": _mean(now.norm),
+            "pairs_per_s": rate,
+            "wait_share": wait_share,
+            "mfu": self._mfu(rate, text_len),
+            "waits": {name: _over_ranks([t[name] for t in times]) for name in places},
+            "queue": sum(queued) / len(queued),
+            "ranks": self.ranks.size,
+            "text_len": text_len,
+            "invalid": sum(invalid),
+            "skipped": now.skipped,
+            "batch_hash": _joined_hash(hashes),
+            "time": time.time(),
+        }
+        if self.ranks.main:
+            self.file.append(self.last)
+        return self.last
+
+    def summary(self) -> dict[str, float | None]:
+        """Rate, wait share and MFU of this process's whole run, its first steps left out."""
+        rate = self._steps * self.batch_size / self._seconds if self._seconds else None
+        share = self._waited / self._seconds if self._seconds else None
+        return {"pairs_per_s": rate, "wait_share": share, "mfu": self._mfu(rate, self._positions / max(1, self._pairs))}
+
+    def _rates(self, times: list[dict[str, list[float]]], steps: int) -> tuple[float | None, float | None]:
+        """Pairs a second and the share of time spent waiting in an interval, warm-up left out."""
+        cold = min(self._warm, steps)
+        self._warm -= cold
+        share = len(times)
+        waited = sum(sum(t["decode"][cold:]) for t in times) / share
+        seconds = sum(sum(sum(t[place][cold:]) for place in LOOP_PLACES) for t in times) / share
+        self._seconds += seconds
+        self._waited += waited
+        self._steps += steps - cold
+        if not seconds:
+            return None, None
+        return (steps - cold) * self.batch_size / seconds, waited / seconds
+
+    def _mfu(self, rate: float | None, text_len: float) -> float | None:
+        return rate * flops_per_pair(self.model, text_len) / self.peak_flops if rate and self.peak_flops else None
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _over_ranks(values: list[list[float]]) -> dict[str, float]:
+    """Seconds a step: p50 and p99 over all ranks' steps, the mean, the least and most of the ranks' means, who that is."""
+    everything = sorted(v for one in values for v in one)
+    if not everything:
+        return {"p50": 0.0, "p99": 0.0, "mean": 0.0, "min": 0.0, "max": 0.0, "slowest_rank": 0}
+    means = [sum(one) / max(1, len(one)) for one in values]
+    last = len(everything) - 1
+    return {
+        "p50": everything[round(0.50 * last)],
+        "p99": everything[round(0.99 * last)],
+        "mean": sum(means) / len(means),
+        "min": min(means),
+        "max": max(means),
+        "slowest_rank": means.index(max(means)),
+    }
+
+
+def _joined_hash(hashes: list[list[int]]) -> str:
+    """Names the sets of uids of an interval's global batches, in whatever order and on whatever ranks they were."""
+    sums = [sum(step) % (1 << 64) for step in zip(*hashes, strict=True)]
+    return xxhash.xxh3_64_hexdigest(b"".join(s.to_bytes(8, "big") for s in sums))
+
+
+def peak_flops(ranks: World, precision: str) -> float:
+    """Measured peak of all ranks together, operations a second: one large matrix product, all ranks at once."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    gpu = ranks.device.type == "cuda"
+    side, times = (8192, 8) if gpu else (1024, 3)
+    a = torch.ones(side, side, dtype=dtype, device=ranks.device)
+    best = float("inf")
+    for _ in range(times):
+        start = time.perf_counter()
+        a @ a
+        if gpu:
+            torch.cuda.synchronize(ranks.device)
+        best = min(best, time.perf_counter() - start)
+    return sum(gather_objects(2.0 * side**3 / best))

@@ -1,0 +1,242 @@
+"""STAGE `train`: prepares the run folder, starts the ranks (or joins them), and reports how it ended.
+
+One rank trains in this process; several are started through torchrun, each executing this module. Under torchrun or
+srun the stage joins the ranks that are already there.
+
+WORK/runs/NAME: config.json (settings as run), metrics.jsonl, eval.jsonl, examples.json, quarantine.jsonl,
+skipped.jsonl, checkpoints/, done.json (the summary of a finished run).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from core import errors
+from core.config import build, plain
+from core.errors import ConfigError, PairmillError, RunError, WorkFolderError
+from core.storage import Folder
+from core.work import package_version
+from train.config import TrainConfig
+from train.distributed import World, barrier, choose_device, launch_ranks, ranks_from_env, world
+from train.evaluate import val_folder
+from train.export import run_folder
+from train.models import model_config
+
+log = logging.getLogger("pairmill.train")
+
+SETTINGS = "config.json"
+DONE = "done.json"
+FAILED = "failed.json"
+
+
+def run(config: TrainConfig) -> dict[str, Any]:
+    """Train, or continue a run, or return the summary of a finished one.
+
+    Returns `steps`, `samples_seen`, `loss`, `pairs_per_s`, `wait_share`, `mfu`, `checkpoint`, `run`, `seconds`, and
+    `retrieval` where there is a retrieval set.
+
+    Raises:
+        ConfigError: settings that cannot be; WorkFolderError: a run of this name with other settings, or in use.
+        HardwareError: a GPU or DALI was asked for and is not there.
+        InputError, DataError, RunError: see `loop.train`.
+    """
+    home = Path(run_folder(config.work, config.name))
+    check(config)
+    if ranks_from_env()[1] > 1:
+        return _join(config, home)
+    ranks = config.ranks or _default_ranks(config)
+    check_share(config, ranks)
+    if ranks == 1:
+        return _join(config, home)
+    return _launch(config, home, ranks)
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse settings that cannot be, before anything is started or written."""
+    model_config(config.model)
+    for name in ("batch_size", "log_every", "keep"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"expected {name} of at least 1, found {getattr(config, name)}")
+    for name in ("micro_batch", "ranks", "steps", "warmup", "eval_every", "checkpoint_every", "threads", "grad_clip"):
+        if getattr(config, name) < 0:
+            raise ConfigError(f"expected {name} of at least 0, found {getattr(config, name)}")
+    if config.epochs < 1 and not config.steps:
+        raise ConfigError(f"expected at least one epoch or step, found epochs {config.epochs} and steps 0")
+    if not 0 < config.crop <= 1:
+        raise ConfigError(f"expected a crop in (0, 1], the share of a picture's area to keep, found {config.crop}")
+    if not 0 <= config.max_bad <= 1:
+        raise ConfigError(f"expected max_bad in [0, 1], a share of the pictures, found {config.max_bad}")
+
+
+def check_share(config: TrainConfig, ranks: int) -> None:
+    """Refuse a batch that the ranks cannot share equally."""
+    if config.batch_size % ranks:
+        below, above = config.batch_size // ranks * ranks, -(-config.batch_size // ranks) * ranks
+        near = " or ".join(str(n) for n in (below, above) if n)
+        raise ConfigError(
+            f"a batch of {config.batch_size} cannot be shared equally by {ranks} ranks; use --batch-size {near}, or other "
+            "--ranks"
+        )
+
+
+def _default_ranks(config: TrainConfig) -> int:
+    """One a GPU; one on a CPU."""
+    import torch
+
+    device = choose_device(config.device, 0)
+    return torch.cuda.device_count() if device.type == "cuda" else 1
+
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+
+
+def _join(config: TrainConfig, home: Path) -> dict[str, Any]:
+    """Train as the rank that the environment says this process is."""
+    from train import loop
+
+    with world(config.device) as ranks:
+        check_share(config, ranks.size)
+        with _prepared(config, home, ranks):
+            barrier()
+            finished = read_done(home)
+            if finished is not None:
+                return _same_data(config, home, finished)
+            summary = loop.train(config, ranks, home, val_folder(config.work, config.val))
+            if ranks.main:
+                Folder(home).write(DONE, json.dumps(summary, indent=1).encode())
+            barrier()
+        return summary
+
+
+@contextlib.contextmanager
+def _prepared(config: TrainConfig, home: Path, ranks: World) -> Iterator[None]:
+    """On rank 0: the run folder locked, empty if `--fresh`, with the settings it belongs to."""
+    if not ranks.main:
+        yield
+        return
+    Folder(home).make()
+    with _locked(home):
+        if config.fresh:
+            for leftover in home.iterdir():
+                if leftover.name not in (LOCK, FAILED):
+                    Folder(home).remove(leftover.name)
+        _check_settings(config, home)
+        yield
+
+
+LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def _locked(home: Path) -> Iterator[None]:
+    descriptor = os.open(home / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    except BlockingIOError:
+        holder = os.read(descriptor, 32).decode(errors="replace").strip()
+        raise WorkFolderError(
+            f"the run {home} is being trained by process {holder or 'unknown'}; wait for it or choose another --name"
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def _check_settings(config: TrainConfig, home: Path) -> None:
+    """Compare with the settings the run began with, or write them down."""
+    folder, wanted = Folder(home), plain(config.fingerprint())
+    if folder.exists(SETTINGS):
+        recorded = json.loads(folder.read(SETTINGS))["settings"]
+        for key in sorted(set(recorded) | set(wanted)):
+            if recorded.get(key) != wanted.get(key):
+                raise WorkFolderError(
+                    f"{home} holds a run of other settings ({key} was {recorded.get(key)!r}, now {wanted.get(key)!r}); "
+                    "choose another --name, or throw the run away with --fresh"
+                )
+        return
+    everything = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    record = {"settings": wanted, "as_run": plain(everything), "version": package_version()}
+    folder.write(SETTINGS, json.dumps(record, indent=1).encode())
+
+
+def read_done(home: Path) -> dict[str, Any] | None:
+    """The summary of a finished run."""
+    return json.loads((home / DONE).read_text()) if (home / DONE).exists() else None
+
+
+def _same_data(config: TrainConfig, home: Path, finished: dict[str, Any]) -> dict[str, Any]:
+    from shardkit.reader import ShardSet
+
+    now = ShardSet.open(config.shards or f"{config.work}/shards").fingerprint
+    if now != finished.get("data"):
+        raise WorkFolderError(
+            f"{home} was trained on other shards than there are now (was {finished.get('data')}, now {now}); choose "
+            "another --name, or throw the run away with --fresh"
+        )
+    log.info("%s is finished already", home)
+    return finished
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+def _launch(config: TrainConfig, home: Path, ranks: int) -> dict[str, Any]:
+    """Start the ranks, wait for them, and raise here what was raised in the first of them that failed."""
+    Folder(home).make()
+    (home / FAILED).unlink(missing_ok=True)
+    values = json.dumps(plain({f.name: getattr(config, f.name) for f in dataclasses.fields(config)}))
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    code = launch_ranks(["-m", "train.run", values], ranks, env={"PYTHONPATH": os.pathsep.join(paths)})
+    if code != 0:
+        _raise_failure(home, code)
+    finished = read_done(home)
+    if finished is None:
+        raise RunError(f"the ranks ended without a summary in {home}; run the same command again to continue")
+    return finished
+
+
+def _raise_failure(home: Path, code: int) -> None:
+    try:
+        failed = json.loads((home / FAILED).read_text())
+    except (OSError, ValueError):
+        raise RunError(
+            f"a rank of the run in {home} died (exit code {code}); its own words are above; run the same command again "
+            "to continue from the newest checkpoint"
+        ) from None
+    kind = getattr(errors, failed["error"], RunError)
+    raise kind(failed["message"])
+
+
+def main() -> None:
+    """One rank under torchrun: `python -m train.run SETTINGS`, a JSON object."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    values = json.loads(sys.argv[1])
+    config = build(TrainConfig, values, where="the launcher")
+    try:
+        run(config)
+    except PairmillError as error:
+        _leave_word(Path(run_folder(config.work, config.name)), error)
+        sys.exit(error.exit_code)
+
+
+def _leave_word(home: Path, error: PairmillError) -> None:
+    """Tell the launcher what happened; the first rank to fail is the one that knows."""
+    words = json.dumps({"error": type(error).__name__, "message": str(error), "rank": ranks_from_env()[0]})
+    with contextlib.suppress(FileExistsError), (home / FAILED).open("x") as file:
+        file.write(words)
+
+
+if __name__ == "__main__":
+    main()
