@@ -45,7 +45,14 @@ class World:
     decisions: list[dict[str, Any]] = field(default_factory=list)
 
     def add(
-        self, number: int, captions: Iterable[str], *, body: bytes = b"", kept: bool = True, holdout: bool = False, group: str = ""
+        self,
+        number: int,
+        captions: Iterable[str],
+        *,
+        body: bytes = b"",
+        kept: bool = True,
+        holdout: bool = False,
+        group: str = "",
     ) -> list[str]:
         """One picture with its captions; returns the uids of its pairs."""
         url = f"http://example.test/{number}.jpg"
@@ -54,7 +61,13 @@ class World:
         for uid, caption in zip(uids, captions, strict=True):
             self.pairs.append({"uid": uid, "url": url, "caption": caption, "similarity": number / 7, "license": None})
             self.decisions.append(
-                {"uid": uid, "kept": kept, "holdout": holdout, "reason": None if kept else "where", "image_group": group or min(uids)}
+                {
+                    "uid": uid,
+                    "kept": kept,
+                    "holdout": holdout,
+                    "reason": None if kept else "where",
+                    "image_group": group or min(uids),
+                }
             )
         return uids
 
@@ -82,9 +95,16 @@ class World:
                     "tar_offset": places[pair["url"]], "tar_size": len(body),
                 }
             )  # fmt: skip
-        failed = {"uid": uid_of(unit), "unit": unit, "row": len(rows), "url": "http://gone.test/", "outcome": "http_4xx"}
+        failed = {
+            "uid": uid_of(unit),
+            "unit": unit,
+            "row": len(rows),
+            "url": "http://gone.test/",
+            "outcome": "http_4xx",
+        }
         pq.write_table(
-            pa.Table.from_pylist([*rows, failed], schema=pair_schema(SOURCE)), self.work / f"ingest/parts/{unit}.parquet"
+            pa.Table.from_pylist([*rows, failed], schema=pair_schema(SOURCE)),
+            self.work / f"ingest/parts/{unit}.parquet",
         )
 
     def _write_tar(self, path: Path, urls: list[str]) -> dict[str, int]:

@@ -1,0 +1,52 @@
+"""The files beside the tars: DALI's index there and back, and the list of shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from core.errors import DataError, InputError
+from core.storage import Folder
+from shardkit.index import Shard, ShardList, dali_index, read_dali_index, read_shard_list, split_name
+from shardkit.tar import Member
+
+SAMPLES = [
+    [Member("a.jpg", 512, 700), Member("a.txt", 2048, 5)],
+    [Member("b.seg.png", 3072, 9), Member("b.txt", 4096, 0)],
+]
+
+
+def test_index_goes_there_and_back() -> None:
+    data = dali_index(SAMPLES)
+    assert data == b"v1.2 2\njpg 512 700 a.jpg txt 2048 5 a.txt\nseg.png 3072 9 b.seg.png txt 4096 0 b.txt\n"
+    assert read_dali_index(data, "x.idx") == SAMPLES
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"v1.1 0\n", b"v1.2 3\njpg 512 700 a.jpg\n", b"v1.2 1\njpg 512 a.jpg\n", b"v1.2 1\njpg x 1 a.jpg\n"]
+)
+def test_a_damaged_index_is_named(data: bytes) -> None:
+    with pytest.raises(DataError, match=r"x\.idx"):
+        read_dali_index(data, "x.idx")
+
+
+def test_names_split_at_the_first_dot_of_the_last_segment() -> None:
+    assert split_name("a.b/c.jpg") == ("a.b/c", "jpg")
+    assert split_name("c.seg.png") == ("c", "seg.png")
+    assert split_name("README") == ("README", "")
+
+
+def test_the_list_of_shards_goes_there_and_back(tmp_path: Path) -> None:
+    listed = ShardList(
+        [Shard("00000.tar", 3, 4096, "ab"), Shard("00001.tar", 2, 2048, "cd")], {"seed": 1}, [{"list": "x"}]
+    )
+    folder = Folder(tmp_path)
+    with pytest.raises(InputError, match=r"expected shards\.json .* run `pairmill shard` first"):
+        read_shard_list(folder)
+    folder.write("shards.json", listed.dump())
+    assert read_shard_list(folder) == listed
+    assert (listed.samples, listed.total_bytes) == (5, 6144)
+    folder.write("shards.json", b'{"shards": [{"name": 1}]}')
+    with pytest.raises(DataError, match="expected the list of shards"):
+        read_shard_list(folder)

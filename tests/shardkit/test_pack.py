@@ -1,0 +1,277 @@
+"""Packing: what is in the shards, the same bytes every time, also after kill -9, and clear words for bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from core.errors import ConfigError, DataError, InputError, WorkFolderError
+from core.images import decode, read_header
+from core.schema import sample_schema
+from shardkit.config import ShardConfig
+from shardkit.index import Shard, read_dali_index
+from shardkit.pack import rank_lists, run, sample_key
+from shardkit.plan import shard_sizes
+from shardkit.tar import scan
+from tests.shardkit.parts import World, contents, jpeg, small_world
+
+
+def shard(work: Path, **settings: Any) -> dict[str, Any]:
+    return run(ShardConfig(**{"work": str(work), "workers": 1, "samples_per_shard": 15, **settings}))
+
+
+def rows(work: Path, home: str = "shards") -> list[dict[str, Any]]:
+    return pq.read_table(work / home / "samples.parquet").to_pylist()
+
+
+def members(work: Path, home: str = "shards") -> dict[str, bytes]:
+    found = {}
+    for path in sorted((work / home).glob("*.tar")):
+        with tarfile.open(path) as tar:
+            found |= {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
+    return found
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, dict[str, Any]]:
+    world = small_world(tmp_path_factory.mktemp("packed"))
+    return world, shard(world.write(), ranks=2)
+
+
+def test_every_kept_caption_and_picture_arrives_once(packed: tuple[World, dict[str, Any]]) -> None:
+    world, summary = packed
+    for home, holdout in (("shards", False), ("holdout", True)):
+        wanted = {d["uid"] for d in world.decisions if d["kept"] and d["holdout"] == holdout}
+        assert sorted(uid for row in rows(world.work, home) for uid in row["uids"]) == sorted(wanted)
+        by_uid = {p["uid"]: p for p in world.pairs}
+        for row in rows(world.work, home):
+            assert row["captions"] == [by_uid[uid]["caption"] for uid in row["uids"]]
+            assert row["uid"] == row["uids"][0] == row["key"]
+    assert summary["samples"] == summary["copied"] == len(rows(world.work)) == 46
+    assert summary["holdout"]["samples"] == 6
+    assert summary["shards"] == 4  # 46 in shards of at most 15, and a multiple of 2 ranks
+    assert summary["bytes"] == sum(p.stat().st_size for p in (world.work / "shards").glob("*.tar"))
+
+
+def test_members_hold_the_staged_bytes_captions_and_source_columns(packed: tuple[World, dict[str, Any]]) -> None:
+    world, _ = packed
+    found = members(world.work)
+    for row in rows(world.work):
+        notes = json.loads(found[f"{row['key']}.json"])
+        assert found[f"{row['key']}.jpg"] == world.pictures[row["url"]]
+        assert found[f"{row['key']}.txt"].decode() == row["captions"][0]
+        assert notes["captions"] == row["captions"] and notes["uids"] == row["uids"]
+        assert (notes["width"], notes["height"], notes["image_group"]) == (40, 32, row["image_group"])
+        assert notes["similarity"] == int(row["url"].split("/")[-1].split(".")[0]) / 7 and notes["license"] is None
+    assert len(found) == 3 * 46
+
+
+def test_index_and_samples_point_at_the_bytes(packed: tuple[World, dict[str, Any]]) -> None:
+    world, _ = packed
+    table = pq.read_table(world.work / "shards/samples.parquet")
+    assert table.schema == sample_schema()
+    for path in sorted((world.work / "shards").glob("*.tar")):
+        indexed = read_dali_index(path.with_suffix(".idx").read_bytes(), path.name)
+        assert [m for sample in indexed for m in sample] == scan(str(path))
+        mine = [r for r in table.to_pylist() if r["shard"] == path.name]
+        assert [(r["jpg_offset"], r["jpg_size"]) for r in mine] == [(s[0].offset, s[0].size) for s in indexed]
+
+
+def test_rank_lists_are_disjoint_and_equal(packed: tuple[World, dict[str, Any]]) -> None:
+    world, _ = packed
+    listed = json.loads((world.work / "shards/shards.json").read_text())
+    names = [(world.work / "shards" / rank["list"]).read_text().split() for rank in listed["ranks"]]
+    assert [len(n) for n in names] == [2, 2]
+    assert sorted(name for mine in names for name in mine) == [s["name"] for s in listed["shards"]]
+    assert [rank["samples"] for rank in listed["ranks"]] == [23, 23]
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("samples", [8, 17, 100, 1001])
+def test_shards_share_out_equally_over_ranks(ranks: int, samples: int) -> None:
+    sizes = shard_sizes(samples, 30, ranks)
+    assert sum(sizes) == samples and len(sizes) % ranks == 0 and max(sizes) - min(sizes) <= 1 and max(sizes) <= 30
+    lists = rank_lists([Shard(str(i), n, 0) for i, n in enumerate(sizes)], ranks)
+    assert sorted(int(s.name) for mine in lists for s in mine) == list(range(len(sizes)))
+    assert len({len(mine) for mine in lists}) == 1
+    per_rank = [sum(s.samples for s in mine) for mine in lists]
+    assert max(per_rank) - min(per_rank) <= 1
+
+
+def test_two_runs_and_two_workers_write_the_same_bytes(packed: tuple[World, dict[str, Any]], tmp_path: Path) -> None:
+    world, _ = packed
+    small_world(tmp_path).write()
+    shard(tmp_path, ranks=2, workers=2)
+    for home in ("shards", "holdout"):
+        assert contents(tmp_path / home) == contents(world.work / home)
+
+
+def test_seed_and_decisions_choose_the_order(packed: tuple[World, dict[str, Any]], tmp_path: Path) -> None:
+    world, _ = packed
+    small_world(tmp_path).write()
+    shard(tmp_path, seed=1)
+    order, other = [r["uid"] for r in rows(world.work)], [r["uid"] for r in rows(tmp_path)]
+    assert sorted(order) == sorted(other) and order != other
+    numbers = [int(r["url"].split("/")[-1].split(".")[0]) for r in rows(world.work)]
+    assert numbers != sorted(numbers)
+
+
+def test_a_finished_stage_is_not_done_again_and_a_changed_input_is(tmp_path: Path) -> None:
+    world = small_world(tmp_path)
+    world.write()
+    first = shard(tmp_path)
+    assert shard(tmp_path) == json.loads((tmp_path / "shards/done.json").read_text())
+    with pytest.raises(WorkFolderError, match="seed was 0, now 2"):
+        shard(tmp_path, seed=2)
+    for decision in world.decisions:
+        decision["holdout"] = False
+    world.write()
+    again = shard(tmp_path)
+    assert again["samples"] == first["samples"] + first["holdout"]["samples"]
+    assert not (tmp_path / "holdout").exists()
+
+
+def test_only_the_first_caption_where_asked(tmp_path: Path) -> None:
+    small_world(tmp_path).write()
+    assert shard(tmp_path, captions="first")["captions"] == 46
+    assert all(len(row["captions"]) == 1 for row in rows(tmp_path))
+
+
+def test_the_same_bytes_from_two_units_are_one_sample_and_near_duplicates_are_not(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    first = world.add(0, ["one"], group="g")
+    second = world.add(1, ["two"], body=jpeg(0), group="g")  # another unit, the same bytes
+    world.add(2, ["three"], group="g")  # a near-duplicate that dedup kept
+    world.write()
+    assert shard(tmp_path)["samples"] == 2
+    assert sorted(r["captions"] for r in rows(tmp_path)) == [["one", "two"], ["three"]]
+    assert {r["image_group"] for r in rows(tmp_path)} == {"g"}
+    assert {*first, *second} == set(next(r["uids"] for r in rows(tmp_path) if len(r["uids"]) == 2))
+
+
+def test_large_pictures_are_resized_and_broken_ones_left_out(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.add(0, ["large"], body=jpeg(0, 320, 160))
+    world.add(1, ["fits"], body=jpeg(1, 64, 32))
+    broken = world.add(2, ["broken"], body=jpeg(2, 320, 160)[:-900])
+    world.add(3, ["no picture at all"], body=b"<html>")
+    world.write()
+    summary = shard(tmp_path, size=32)
+    assert [summary[k] for k in ("samples", "copied", "resized", "left_out")] == [2, 1, 1, 2]
+    sizes = {}
+    for row in rows(tmp_path):
+        data = members(tmp_path)[f"{row['key']}.jpg"]
+        assert decode(data, read_header(data)).shape == (row["height"], row["width"], 3)
+        assert read_header(data).baseline_420
+        sizes[row["captions"][0]] = (row["width"], row["height"])
+    assert sizes == {"large": (64, 32), "fits": (64, 32)}
+    left_out = [json.loads(line) for line in (tmp_path / "shards/left_out.jsonl").read_text().splitlines()]
+    assert broken[0] in {row["uid"] for row in left_out}
+    assert any(row["reason"].startswith("truncated") for row in left_out)
+
+
+def test_keys_have_no_dots_spaces_or_slashes() -> None:
+    assert sample_key("0123456789abcdef0123456789abcdef") == "0123456789abcdef0123456789abcdef"
+    for uid in ("a.b", "a b", "a/b", "é", "", "x" * 91):
+        assert len(sample_key(uid)) == 32 and sample_key(uid).isalnum()
+
+
+# ---- kill -9 ----------------------------------------------------------------------------------------------------------
+
+_PACK = """
+import sys
+from shardkit.config import ShardConfig
+from shardkit.pack import run
+run(ShardConfig(work=sys.argv[1], workers=1, samples_per_shard=20, size=32))
+"""
+
+
+def heavy_world(work: Path) -> Path:
+    world = World(work)
+    for number in range(100):
+        world.add(number, [f"picture {number}"], body=jpeg(number, 640, 480), holdout=number >= 80)
+    return world.write()
+
+
+def kill_in_the_middle_of_a_shard(work: Path, parts: int) -> None:
+    """Start packing, stop it when `parts` shards are finished and another is being written, and kill it there."""
+    process = subprocess.Popen([sys.executable, "-c", _PACK, str(work)], env={**os.environ, "PYTHONPATH": os.getcwd()})
+    try:
+        while True:
+            assert process.poll() is None, "packing ended before it could be killed"
+            if len(list(work.glob("shards/parts/*.parquet"))) >= parts and list(work.glob("shards/.tmp-*.tar")):
+                process.send_signal(signal.SIGSTOP)
+                if any(path.stat().st_size for path in work.glob("shards/.tmp-*.tar")):
+                    return
+                process.send_signal(signal.SIGCONT)
+            time.sleep(0.002)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("parts", [0, 2])
+def test_a_killed_run_continues_to_the_same_bytes(tmp_path: Path, parts: int) -> None:
+    undisturbed, killed = heavy_world(tmp_path / "a"), heavy_world(tmp_path / "b")
+    shard(undisturbed, samples_per_shard=20, size=32)
+    kill_in_the_middle_of_a_shard(killed, parts)
+    assert not (killed / "shards/shards.json").exists() and list(killed.glob("shards/.tmp-*"))
+    finished = {p: p.stat().st_mtime_ns for p in killed.glob("shards/parts/*.parquet")}
+    tars = {p.stem: p.stat().st_mtime_ns for p in killed.glob("shards/*.tar")}
+    shard(killed, samples_per_shard=20, size=32)
+    for home in ("shards", "holdout"):
+        assert contents(killed / home) == contents(undisturbed / home)
+    for path in finished:  # what was finished was not written again
+        assert (killed / f"shards/{path.stem}.tar").stat().st_mtime_ns == tars[path.stem]
+
+
+# ---- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_without_ingest_or_dedup_the_verb_to_run_first_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="run `pairmill ingest` first"):
+        shard(tmp_path / "nowhere")
+    small_world(tmp_path).write()
+    (tmp_path / "dedup/decisions.parquet").unlink()
+    with pytest.raises(InputError, match="no decisions yet; run `pairmill dedup` first"):
+        shard(tmp_path)
+
+
+def test_nothing_kept_is_said_so(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.add(0, ["one"], kept=False)
+    world.add(1, ["two"], holdout=True)
+    world.write()
+    with pytest.raises(InputError, match="found 0 kept pairs to train on"):
+        shard(tmp_path)
+
+
+def test_lost_or_cut_staged_images_are_named(tmp_path: Path) -> None:
+    small_world(tmp_path).write()
+    tar = tmp_path / "ingest/parts/u000001.tar"
+    whole = tar.read_bytes()
+    tar.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"u000001\.tar is cut short"):
+        shard(tmp_path)
+    tar.unlink()
+    with pytest.raises(DataError, match=r"expected staged images in ingest/parts/u000001\.tar, found No such file"):
+        shard(tmp_path)
+    tar.write_bytes(whole)
+    assert shard(tmp_path)["samples"] == 46
+
+
+def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected --quality from 1 to 100, found 0"):
+        shard(tmp_path, quality=0)
+    with pytest.raises(ConfigError, match="at least one sample for each of 8 ranks, found 3; lower --ranks"):
+        shard_sizes(3, 10, 8)
