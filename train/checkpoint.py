@@ -82,6 +82,7 @@ def write_tensors(folder: Folder, name: str, tensors: dict[str, Tensor]) -> None
     with folder.staged(name) as path:
         try:
             save_file(plain, path)
+            path.chmod(0o644)  # safetensors makes files that only their owner can read
         except SafetensorError as error:
             if "No space left" in str(error) or "StorageFull" in str(error):
                 raise OSError(errno.ENOSPC, "No space left on device") from error

@@ -16,6 +16,8 @@ import json
 import logging
 import os
 import sys
+import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ log = logging.getLogger("pairmill.train")
 SETTINGS = "config.json"
 DONE = "done.json"
 FAILED = "failed.json"
+LOCK = ".lock"
 
 
 def run(config: TrainConfig) -> dict[str, Any]:
@@ -103,6 +106,7 @@ def _join(config: TrainConfig, home: Path) -> dict[str, Any]:
     """Train as the rank that the environment says this process is."""
     from train import loop
 
+    started = time.perf_counter()
     with world(config.device) as ranks:
         check_share(config, ranks.size)
         with _prepared(config, home, ranks):
@@ -111,6 +115,7 @@ def _join(config: TrainConfig, home: Path) -> dict[str, Any]:
             if finished is not None:
                 return _same_data(config, home, finished)
             summary = loop.train(config, ranks, home, val_folder(config.work, config.val))
+            summary["seconds"] = round(time.perf_counter() - started, 3)
             if ranks.main:
                 Folder(home).write(DONE, json.dumps(summary, indent=1).encode())
             barrier()
@@ -123,32 +128,35 @@ def _prepared(config: TrainConfig, home: Path, ranks: World) -> Iterator[None]:
     if not ranks.main:
         yield
         return
-    Folder(home).make()
     with _locked(home):
-        if config.fresh:
-            for leftover in home.iterdir():
-                if leftover.name not in (LOCK, FAILED):
-                    Folder(home).remove(leftover.name)
-        _check_settings(config, home)
+        _prepare(config, home)
         yield
 
 
-LOCK = ".lock"
+def _prepare(config: TrainConfig, home: Path) -> None:
+    if config.fresh:
+        for leftover in home.iterdir():
+            if leftover.name != LOCK:
+                Folder(home).remove(leftover.name)
+    _check_settings(config, home)
 
 
 @contextlib.contextmanager
 def _locked(home: Path) -> Iterator[None]:
+    """Hold the run folder. Released by the kernel on any death of the process, kill -9 included."""
+    Folder(home).make()
     descriptor = os.open(home / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 32).decode(errors="replace").strip()
+            raise WorkFolderError(
+                f"the run {home} is being trained by process {holder or 'unknown'}; wait for it or choose another --name"
+            ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield
-    except BlockingIOError:
-        holder = os.read(descriptor, 32).decode(errors="replace").strip()
-        raise WorkFolderError(
-            f"the run {home} is being trained by process {holder or 'unknown'}; wait for it or choose another --name"
-        ) from None
     finally:
         os.close(descriptor)
 
@@ -178,7 +186,7 @@ def read_done(home: Path) -> dict[str, Any] | None:
 def _same_data(config: TrainConfig, home: Path, finished: dict[str, Any]) -> dict[str, Any]:
     from shardkit.reader import ShardSet
 
-    now = ShardSet.open(config.shards or f"{config.work}/shards").fingerprint
+    now = ShardSet.open(shards_folder(config)).fingerprint
     if now != finished.get("data"):
         raise WorkFolderError(
             f"{home} was trained on other shards than there are now (was {finished.get('data')}, now {now}); choose "
@@ -188,13 +196,28 @@ def _same_data(config: TrainConfig, home: Path, finished: dict[str, Any]) -> dic
     return finished
 
 
+def shards_folder(config: TrainConfig) -> str:
+    """What `--shards` names."""
+    return config.shards or f"{config.work}/shards"
+
+
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
 def _launch(config: TrainConfig, home: Path, ranks: int) -> dict[str, Any]:
     """Start the ranks, wait for them, and raise here what was raised in the first of them that failed."""
-    Folder(home).make()
+    from shardkit.reader import ShardSet
+    from train.data import Plan
+
+    with _locked(home):
+        _prepare(config, home)
+    finished = read_done(home)
+    if finished is not None:
+        return _same_data(config, home, finished)
+    # What every rank would complain about is found here first, where it is one sentence and not torchrun's page.
+    Plan.of(ShardSet.open(shards_folder(config)), config.seed, config.batch_size)
     (home / FAILED).unlink(missing_ok=True)
+    config = dataclasses.replace(config, fresh=False)
     values = json.dumps(plain({f.name: getattr(config, f.name) for f in dataclasses.fields(config)}))
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -221,6 +244,8 @@ def _raise_failure(home: Path, code: int) -> None:
 
 def main() -> None:
     """One rank under torchrun: `python -m train.run SETTINGS`, a JSON object."""
+    # The names that torch would rather have do not exist in the older versions that we take.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r".*is deprecated")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     values = json.loads(sys.argv[1])
     config = build(TrainConfig, values, where="the launcher")
