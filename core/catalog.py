@@ -20,7 +20,8 @@ log = logging.getLogger("pairmill.catalog")
 # view -> (files, the function that reads them, the verb that makes them)
 _PARTS = "read_parquet('{}', union_by_name=true)"
 _TABLE = "read_parquet('{}')"
-_LINES = "read_json_auto('{}', format='newline_delimited', union_by_name=true, filename=true)"
+# The file of a live run may end in half a line, which becomes a row of nulls.
+_LINES = "read_json_auto('{}', format='newline_delimited', ignore_errors=true, union_by_name=true, filename=true)"
 VIEWS: dict[str, tuple[str, str, str]] = {
     "pairs": ("ingest/parts/*.parquet", _PARTS, "ingest"),
     "signatures": ("dedup/signatures/*.parquet", _PARTS, "dedup"),

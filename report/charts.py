@@ -22,12 +22,14 @@ def number(value: float) -> str:
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{min(digits, 8)}f}"
+    words = f"{value:,.{min(digits, 8)}f}"
+    return words.rstrip("0").rstrip(".") if "." in words else words
 
 
 def percent(value: float) -> str:
     """`value` in [0, 1] as 12 % or 1.2 %."""
-    return f"{100 * value:.{0 if value >= 0.1 or value == 0 else 1}f} %"
+    words = f"{100 * value:.0f}" if value >= 0.0995 else f"{100 * value:.1f}".removesuffix(".0")
+    return f"{words} %"
 
 
 def short(value: float) -> str:
@@ -118,7 +120,7 @@ def lines(title: str, x: Sequence[float], series: Sequence[Series], *, y: Format
     if level:
         at = f"{scale(x[0], level[1])[1]:.2f}"
         drawn.append(tag("line", x1=0, x2=100, y1=at, y2=at, class_="level"))
-    legend = [(name, tone) for name, tone, _ in series] if len(series) > 1 else []
+    legend = [(name, tone) for name, tone, _ in series] if len(series) > 1 or level else []
     return _chart(title, x, series, drawn, (low, high, ticks), y, note, x_name, legend, level, wide)
 
 

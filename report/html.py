@@ -122,15 +122,14 @@ def story(audit: dict[str, Any], run: dict[str, Any]) -> str:
 
 
 def _run_story(run: dict[str, Any]) -> str:
-    last, reached = run.get("last", {}), []
-    if zero := run.get("zero_shot"):
-        reached.append(f"{percent(zero['accuracy'])} zero-shot accuracy over {zero['classes']} classes")
-    if retrieval := run.get("retrieval"):
-        best = max((k for k in retrieval if k.startswith("t2i_r")), key=lambda k: int(k[5:]), default=None)
-        if best:
-            reached.append(f"{percent(retrieval[best])} of pictures found in the first {best[5:]} for their caption")
-    words = f"Training saw {number(last.get('samples_seen', 0))} samples"
-    return words + (f" and reached {' and '.join(reached)}." if reached else ".")
+    zero, found = run.get("zero_shot"), (run.get("retrieval") or {}).get("t2i_r10")
+    reached = []
+    if zero:
+        reached.append(f"names {percent(zero['accuracy'])} of pictures right among {zero['classes']} classes")
+    if found is not None:
+        reached.append(f"finds the right picture among its first 10 for {percent(found)} of captions")
+    seen = run.get("last", {}).get("samples_seen", 0)
+    return f"After {number(seen)} samples the model " + (" and ".join(reached) if reached else "is in training") + "."
 
 
 def _headlines(audit: dict[str, Any], run: dict[str, Any]) -> Markup | None:

@@ -48,7 +48,7 @@ def collect(folder: Folder, *, run_name: str = "", pictures: int = 6) -> dict[st
         raise InputError(f"{folder} holds nothing to report yet; run `pairmill ingest` first")
     thumbnails = gallery.Thumbnails(folder, PICTURE_BYTES)
     largest = page.get("clusters", {}).get("largest", [])[:LARGEST_CLUSTERS]
-    examples = runs.examples(folder, latest, thumbnails) if latest else []
+    examples = runs.examples(folder, latest, thumbnails) if latest else {}
     settings = read_settings(folder)
     if latest and latest["config"]:
         settings.setdefault("train", latest["config"])

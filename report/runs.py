@@ -18,7 +18,6 @@ SERIES = ("loss", "acc", "scale", "lr", "grad_norm", "pairs_per_s", "wait_share"
 # Where a step's time passes (train.meter), in the order in which the page stacks them.
 PLACES = {"decode": "waiting for a batch", "h2d": "copying to the device", "compute": "computing"}
 EXAMPLES = 12
-CAPTIONS = 5  # shown of each example
 
 
 def load(folder: Folder, name: str = "") -> dict[str, Any] | None:
@@ -41,7 +40,7 @@ def _load(folder: Folder, name: str) -> dict[str, Any]:
     home = f"runs/{name}"
     rows = jsonl(folder, f"{home}/metrics.jsonl", POINTS)
     rows = [row for row in rows if isinstance(row.get("step"), int)]
-    evals = jsonl(folder, f"{home}/eval.jsonl")
+    evals = _by_step(jsonl(folder, f"{home}/eval.jsonl"))
     config = _json(folder, f"{home}/config.json")
     return {
         "name": name,
@@ -87,29 +86,33 @@ def split(rows: list[dict[str, Any]]) -> dict[str, list[float | None]]:
     return shares
 
 
-def examples(folder: Folder, run: dict[str, Any], thumbnails: Thumbnails) -> list[dict[str, Any]]:
-    """Pictures of the last evaluation with the captions nearest to them.
+def examples(folder: Folder, run: dict[str, Any], thumbnails: Thumbnails) -> dict[str, list[dict[str, Any]]]:
+    """What the run's last evaluation found, both ways, best answer first.
 
-    Returns [{picture, captions: [{caption, score, right}]}].
+    Returns {images: [{picture, captions: [{caption, score, right}]}], texts: [{caption, pictures: [{picture, right}]}]}.
     """
     found = _json(folder, f"runs/{run['name']}/examples.json")
-    if isinstance(found, dict):
-        found = found.get("retrieval") or found.get("examples")
-    return [_example(item, thumbnails) for item in (found or [])[:EXAMPLES]]
-
-
-def _example(item: dict[str, Any], thumbnails: Thumbnails) -> dict[str, Any]:
-    captions = [
-        {"caption": c["caption"], "score": c.get("score"), "right": bool(c.get("right"))}
-        for c in item.get("captions", [])
+    if not isinstance(found, dict):
+        return {"images": [], "texts": []}
+    images = [
+        {"picture": _thumbnail(item, thumbnails), "captions": item.get("top", [])}
+        for item in found.get("images", [])[:EXAMPLES]
     ]
-    return {"picture": _thumbnail(item.get("image"), thumbnails), "captions": captions[:CAPTIONS]}
+    texts = [
+        {"caption": item["caption"], "pictures": [_answer(answer, thumbnails) for answer in item.get("top", [])]}
+        for item in found.get("texts", [])[:EXAMPLES]
+    ]
+    return {"images": images, "texts": texts}
 
 
-def _thumbnail(encoded: Any, thumbnails: Thumbnails) -> str | None:
-    """A base64 picture, made small; None for anything else."""
+def _answer(answer: dict[str, Any], thumbnails: Thumbnails) -> dict[str, Any]:
+    return {"picture": _thumbnail(answer, thumbnails), "right": bool(answer.get("right"))}
+
+
+def _thumbnail(item: dict[str, Any], thumbnails: Thumbnails) -> str | None:
+    """The picture under `jpeg` (base64) made small; None for anything else."""
     try:
-        return thumbnails.encode(base64.b64decode(str(encoded or ""), validate=True))
+        return thumbnails.encode(base64.b64decode(str(item.get("jpeg") or ""), validate=True))
     except binascii.Error:
         return None
 
@@ -121,6 +124,15 @@ def _json(folder: Folder, name: str) -> Any:
         return json.loads(folder.read(name))
     except ValueError:
         return None
+
+
+def _by_step(evals: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Evaluations in order of steps; those of one step (by `train`, then by `eval`) become one row, where later figures win."""
+    steps: dict[int, dict[str, Any]] = {}
+    for row in evals:
+        if isinstance(row.get("step"), int):
+            steps[row["step"]] = {**steps.get(row["step"], {}), **row}
+    return [steps[step] for step in sorted(steps)]
 
 
 def _newest(evals: list[dict[str, Any]], key: str) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ MEASURES = {
     "caption_chars": "Caption length",
     "caption_words": "Words in a caption",
 }
-SPLIT_TONES = ("b", "c", "d", "f", "e")
+SPLIT_TONES = ("b", "c", "a")
 
 
 def build(report: dict[str, Any]) -> Iterator[tuple[str, str, Child]]:
@@ -185,8 +185,11 @@ def data(audit: dict[str, Any]) -> Child:
             figures.append(charts.bars(heading, rows, note=_others(audit[key], total), total=total))
     for view, heading in (("samples", "Captions of a training sample"), ("holdout", "Captions of a held-out sample")):
         counts = audit.get(view, {}).get("captions_a_sample", [])
-        if len(counts) > 1 or (counts and view == "samples"):
-            rows = [{"name": f"{row['captions']} captions", "rows": row["samples"]} for row in counts]
+        if len(counts) > 1:
+            rows = [
+                {"name": f"{row['captions']} caption{'s' * (row['captions'] != 1)}", "rows": row["samples"]}
+                for row in counts
+            ]
             note = f"{number(audit[view]['samples'])} samples, {size(audit[view]['bytes'])} of pictures"
             figures.append(charts.bars(heading, rows, note=note))
     if not figures:
@@ -278,9 +281,18 @@ def evaluation(run: dict[str, Any]) -> Child:
     if zero := run.get("zero_shot"):
         rows = [{"name": "accuracy", "rows": zero["accuracy"]}, {"name": "chance", "rows": zero["chance"]}]
         figures.append(_recalls(f"Zero-shot over {zero['classes']} classes", rows))
+        if zero.get("per_class"):
+            ordered = sorted(zero["per_class"].items(), key=lambda item: (-item[1], item[0]))
+            rows = [{"name": name.replace("_", " "), "rows": share} for name, share in _ends(ordered, 24)]
+            figures.append(_recalls("Zero-shot by class", rows))
     figures += _over_time(run.get("evals", []))
-    examples = _examples(run.get("examples", []))
+    examples = _examples(run.get("examples", {}))
     return [tag("div", figures, class_="grid"), examples] if figures or examples else None
+
+
+def _ends(items: list[Any], wanted: int) -> list[Any]:
+    """The first and last items where there are more than `wanted`: the best and the worst."""
+    return items if len(items) <= wanted else items[: wanted // 2] + items[-(wanted // 2) :]
 
 
 def _recalls(heading: str, rows: list[dict[str, Any]]) -> Markup:
@@ -316,20 +328,36 @@ def _over_time(evals: list[dict[str, Any]]) -> list[Markup]:
     return figures
 
 
-def _examples(examples: list[dict[str, Any]]) -> Child:
-    """Pictures with the captions the model finds nearest; the right ones are marked."""
-    if not examples:
+def _examples(found: dict[str, list[dict[str, Any]]]) -> Child:
+    """Pictures with their nearest captions and captions with their nearest pictures; the right answers are marked."""
+    if not any(found.values()):
         return None
-    cards = []
-    for example in examples:
+    images = []
+    for example in found.get("images", []):
         best = example["captions"][0]["caption"] if example["captions"] else ""
         picture = _picture({"picture": example["picture"], "caption": best}, "")
-        cards.append(tag("li", picture, tag("ol", [_ranked(caption) for caption in example["captions"]])))
+        images.append(tag("li", picture, tag("ol", [_ranked(caption) for caption in example["captions"]])))
+    texts = []
+    for example in found.get("texts", []):
+        answers = [_answer(i, answer, example["caption"]) for i, answer in enumerate(example["pictures"], 1)]
+        texts.append(tag("li", tag("p", example["caption"], dir="auto"), tag("ol", answers, class_="answers")))
     return [
-        tag("h3", "Pictures and their nearest captions"),
-        tag("p", "Ticked captions are the picture's own.", class_="quiet"),
-        tag("ul", cards, class_="examples"),
+        tag("h3", "Pictures and their nearest captions") if images else None,
+        tag("p", "Ticked captions are the picture's own.", class_="quiet") if images else None,
+        tag("ul", images, class_="examples"),
+        tag("h3", "Captions and their nearest pictures") if texts else None,
+        tag("p", "The framed picture is the caption's own.", class_="quiet") if texts else None,
+        tag("ul", texts, class_="examples texts"),
     ]
+
+
+def _answer(place: int, answer: dict[str, Any], caption: str) -> Markup:
+    words = f"place {place}, {'the right picture' if answer['right'] else 'another picture'} for: {caption}"
+    return tag(
+        "li",
+        _picture({"picture": answer["picture"], "caption": words}, ""),
+        class_="right" if answer["right"] else None,
+    )
 
 
 def _ranked(caption: dict[str, Any]) -> Markup:

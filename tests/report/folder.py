@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import math
@@ -140,6 +141,7 @@ def _train(folder: Path) -> None:
     home = folder / "runs" / "first"
     home.mkdir(parents=True)
     (home / "config.json").write_text(json.dumps({"model": "test-32", "batch_size": 8, "lr": 5e-4}))
+    (home / "examples.json").write_text(json.dumps(_examples()))
     with (home / "metrics.jsonl").open("w") as file:
         for step in range(10, 210, 10):
             file.write(json.dumps(step_row(step)) + "\n")
@@ -148,9 +150,32 @@ def _train(folder: Path) -> None:
             row = {
                 "step": step,
                 "retrieval": {f"{way}_r{k}": min(1.0, step / 1000 * k) for way in ("t2i", "i2t") for k in (1, 5, 10)},
-                "zero_shot": {"accuracy": step / 400, "chance": 0.05, "classes": 20},
+                "zero_shot": {"accuracy": step / 400, "chance": 0.05, "classes": 20, "per_class": {"red_ball": 0.9}},
             }
             file.write(json.dumps(row) + "\n")
+
+
+def _examples() -> dict[str, Any]:
+    """As the evaluation writes them: pictures with captions, captions with pictures, the right answers second."""
+    jpegs = [base64.b64encode(picture(i)).decode() for i in range(50, 55)]
+    images = [
+        {
+            "uid": uid(50 + k), "jpeg": jpegs[k], "captions": [caption(50 + k)],
+            "top": [{"caption": caption(50 + (k + i + 4) % 5), "score": 0.3 - i / 20, "right": i == 1} for i in range(5)],
+        }
+        for k in range(5)
+    ]  # fmt: skip
+    images[0]["top"][0]["caption"] = HOSTILE
+    texts = [
+        {
+            "caption": caption(50 + k),
+            "top": [
+                {"uid": uid(50 + i), "jpeg": jpegs[(k + i + 4) % 5], "score": 0.3, "right": i == 1} for i in range(5)
+            ],
+        }
+        for k in range(2)
+    ]
+    return {"step": 200, "images": images, "texts": texts}
 
 
 def step_row(step: int, *, wait: float = 0.08) -> dict[str, Any]:

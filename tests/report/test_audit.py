@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from core import schema
+from core.errors import InputError
+from report import audit
+from report.config import AuditConfig
+from tests.report.folder import FAILED, HOSTILE, PAIRS, make_work
+
+
+def page_of(work: Path) -> dict:
+    return audit.run(AuditConfig(work=str(work)))
+
+
+def test_funnel_counts_what_each_stage_left(work: Path) -> None:
+    funnel = page_of(work)["funnel"]
+    assert list(funnel) == ["rows", "fetched", "unique", "kept", "sharded", "seen"]
+    lost = sum(FAILED.values())
+    assert funnel == {"rows": PAIRS + lost, "fetched": PAIRS, "unique": 50, "kept": 46, "sharded": 46, "seen": 1600}
+
+
+def test_counts_and_bytes_by_outcome_host_format_and_language(work: Path) -> None:
+    page = page_of(work)
+    assert {row["name"]: row["rows"] for row in page["outcomes"]} == {"ok": PAIRS, **FAILED}
+    hosts = {row["name"]: row for row in page["hosts"]}
+    assert hosts["host1.example"]["rows"] == hosts["host1.example"]["ok"] == 20
+    assert hosts["lost.example"]["rows"] == 12 and hosts["lost.example"]["ok"] == 0
+    assert {row["name"]: row["rows"] for row in page["formats"]} == {"jpeg": 45, "png": 15}
+    assert {row["name"]: row["rows"] for row in page["languages"]} == {"en": 55, "de": 5}
+    staged = pa.concat_tables(map(pq.read_table, (work / "ingest/parts").glob("*.parquet"))).column("bytes")
+    assert page["pairs"]["bytes"] == sum(v for v in staged.to_pylist() if v)
+
+
+def test_histograms_hold_every_fetched_pair(work: Path) -> None:
+    histograms = page_of(work)["histograms"]
+    assert set(histograms) == set(audit.MEASURES)
+    for name, h in histograms.items():
+        assert sum(b["rows"] for b in h["bins"]) == PAIRS, name
+        assert all(a["to"] == pytest.approx(b["from"]) for a, b in zip(h["bins"], h["bins"][1:], strict=False)), name
+    width = histograms["width"]
+    assert (width["min"], width["max"]) == (384, 416)
+    held = {b["from"]: b["rows"] for b in width["bins"] if b["rows"]}
+    assert held == {384: 12, 392: 12, 400: 12, 408: 12, 416: 12}
+
+
+def test_captions_words_and_clusters(work: Path) -> None:
+    page = page_of(work)
+    assert page["captions"][0]["rows"] == 2
+    words = {row["word"]: row["rows"] for row in page["words"]["top"]}
+    assert words["ball"] == PAIRS - 1 and "a" not in words
+    assert {row["name"]: row["rows"] for row in page["dropped"]} == {"image_duplicate": 10, "align:aspect": 4}
+    assert page["clusters"]["clusters"] == 8
+    assert page["clusters"]["sizes"] == [{"size": 2, "clusters": 7}, {"size": 6, "clusters": 1}]
+    assert page["holdout"]["samples"] == 5
+
+
+@pytest.mark.parametrize(
+    ("upto", "missing"),
+    [("ingest", {"dropped", "samples"}), ("dedup", {"samples", "holdout"}), ("shard", {"seen"})],
+)
+def test_a_folder_that_is_not_finished(tmp_path: Path, upto: str, missing: set[str]) -> None:
+    page = page_of(make_work(tmp_path / "work", upto=upto))
+    assert not missing & (set(page) | set(page["funnel"]))
+    assert page["funnel"]["fetched"] == PAIRS
+
+
+def test_the_page_is_json_and_a_table(work: Path) -> None:
+    page = page_of(work)
+    assert json.loads(json.dumps(page)) == page
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(audit.render(page))
+    text = capture.get()
+    assert "Funnel" in text and "image_duplicate" in text and "caption, words" in text
+
+
+def test_html_of_the_statistics(work: Path, tmp_path: Path) -> None:
+    page = audit.run(AuditConfig(work=str(work), html=str(tmp_path / "audit.html")))
+    text = Path(page["html"]).read_text()
+    assert "Caption length" in text and HOSTILE not in text
+
+
+def test_a_bare_folder_of_shards(work: Path) -> None:
+    page = audit.run(AuditConfig(work="nowhere", folder=str(work / "shards")))
+    assert page["samples"]["samples"] == 41 and page["samples"]["shards"] == 1
+    assert "pairs" not in page
+
+
+def test_what_img2dataset_wrote(tmp_path: Path) -> None:
+    rows = {
+        "url": ["http://a.example/1.jpg", "http://a.example/2.jpg"],
+        "caption": ["a dog", "a cat"],
+        "status": ["success", "failed_to_download"],
+        "error_message": [None, "HTTP Error 404"],
+        "original_width": [640, None],
+        "original_height": [480, None],
+        "width": [256, None],
+        "height": [256, None],
+    }
+    pq.write_table(pa.table(rows), tmp_path / "00000.parquet")
+    page = audit.run(AuditConfig(folder=str(tmp_path)))
+    assert {row["name"]: row["rows"] for row in page["outcomes"]} == {"ok": 1, "HTTP Error 404": 1}
+    assert page["histograms"]["width"]["max"] == 640
+
+
+def test_nothing_to_look_at(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="pairmill ingest"):
+        page_of(tmp_path)
+    with pytest.raises(InputError, match=r"samples.parquet"):
+        audit.run(AuditConfig(folder=str(tmp_path)))
+
+
+def test_three_hundred_thousand_rows_take_seconds(tmp_path: Path) -> None:
+    """Far above what the aggregates need (about 1 s on an idle core), far below a loop over rows in Python."""
+    n = 300_000
+    parts = tmp_path / "ingest" / "parts"
+    parts.mkdir(parents=True)
+    number = pa.array(range(n))
+    columns = {
+        "uid": number.cast(pa.string()), "unit": pa.array(["u0"] * n), "row": number,
+        "url": pa.array([f"http://host{i % 997}.example/{i}" for i in range(n)]),
+        "caption": pa.array([f"caption {i % 50021} of a picture" for i in range(n)]), "outcome": pa.array(["ok"] * n),
+        "width": number.cast(pa.int32()), "height": number.cast(pa.int32()), "bytes": number,
+    }  # fmt: skip
+    wanted = schema.pair_schema()
+    filled = [columns[f.name].cast(f.type) if f.name in columns else pa.nulls(n, f.type) for f in wanted]
+    pq.write_table(pa.Table.from_arrays(filled, names=wanted.names), parts / "u000000.parquet")
+    start = time.perf_counter()
+    page = page_of(tmp_path)
+    assert page["pairs"]["ok"] == n
+    assert time.perf_counter() - start < 20

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from core.errors import InputError, UsageError
+from report import sql
+from report.config import SqlConfig
+from tests.report.folder import HOSTILE, make_work, uid
+
+
+def ask(work: Path, query: str, limit: int = 1000) -> dict:
+    return sql.run(SqlConfig(work=str(work), query=query, limit=limit))
+
+
+def test_rows_over_several_views(work: Path) -> None:
+    found = ask(
+        work,
+        """SELECT p.caption, d.survivor FROM pairs p JOIN decisions d USING (uid)
+        WHERE d.reason = 'image_duplicate' ORDER BY uid LIMIT 1""",
+    )
+    assert found["columns"] == ["caption", "survivor"]
+    assert found["rows"] == [["a red ball", uid(0)]] and not found["more"]
+
+
+def test_values_of_every_type_become_json(work: Path) -> None:
+    query = """SELECT 1.5::DECIMAL(4, 2) AS a, TIMESTAMP '2026-01-02 03:04:05' AS b, [1, NULL] AS c, {'k': 'v'} AS d,
+    'ab'::BLOB AS e, 'nan'::DOUBLE AS f, uuid() AS g, NULL AS h, interval 1 hour AS i"""
+    (row,) = ask(work, query)["rows"]
+    assert json.loads(json.dumps(row))[:6] == [1.5, "2026-01-02T03:04:05", [1, None], {"k": "v"}, "6162", None]
+
+
+def test_the_limit_is_said(work: Path) -> None:
+    found = ask(work, "SELECT uid FROM pairs", limit=3)
+    assert len(found["rows"]) == 3 and found["more"]
+    assert len(ask(work, "SELECT uid FROM pairs", limit=0)["rows"]) == 72
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "COPY pairs TO '{}/stolen.csv'",
+        "EXPLAIN ANALYZE COPY (SELECT 1) TO '{}/stolen.csv'",
+        "SELECT 1; COPY (SELECT 1) TO '{}/stolen.csv'",
+        "CREATE TABLE t AS SELECT 1",
+        "ATTACH '{}/x.duckdb'",
+    ],
+)
+def test_it_only_reads(work: Path, tmp_path: Path, query: str) -> None:
+    with pytest.raises(UsageError, match="only reads"):
+        ask(work, query.format(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [("SELECT", "selection list"), ("SELECT nothing FROM pairs", "nothing"), ("", "expected a query"),
+     ("SELECT caption::INT FROM pairs", "Could not convert")],
+)  # fmt: skip
+def test_errors_are_duckdbs_words(work: Path, query: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        ask(work, query)
+
+
+def test_a_view_whose_stage_has_not_run(tmp_path: Path) -> None:
+    make_work(tmp_path / "work", upto="ingest")
+    with pytest.raises(InputError, match="pairmill dedup"):
+        ask(tmp_path / "work", "SELECT * FROM decisions")
+
+
+def test_the_table_shows_markup_as_text(work: Path) -> None:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(
+            sql.render(ask(work, "SELECT caption, '[red]x' AS rich FROM pairs WHERE caption LIKE '<script>%'"))
+        )
+    assert HOSTILE in capture.get() and "[red]x" in capture.get()
