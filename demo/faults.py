@@ -129,9 +129,9 @@ def corrupt(body: bytes) -> bytes:
     In a JPEG the Huffman tables claim more codes than exist; damage to the scan alone would decode to grey without a
     word in many decoders. In a PNG the compressed stream is garbage.
     """
-    marker = b"\xff\xc4" if body.startswith(b"\xff\xd8") else b"IDAT"
-    start = body.index(marker) + 4
-    return body[:start] + b"\xff" * 64 + body[start + 64 :]
+    jpeg = body.startswith(b"\xff\xd8")
+    start, length = (body.index(b"\xff\xc4") + 5, 16) if jpeg else (body.index(b"IDAT") + 4, 64)
+    return body[:start] + b"\xff" * length + body[start + length :]
 
 
 def bomb(index: int) -> bytes:

@@ -146,7 +146,7 @@ def _once(code: int, headers: dict[str, str]) -> _Way:
     async def way(server: DemoServer, request: web.Request, name: str) -> web.StreamResponse:
         from aiohttp import web
 
-        if server.hits()[request.path] == 1:
+        if server._hits[request.path] == 1:
             return web.Response(status=code, headers=headers, text="ask again")
         return server._picture(name)
 
