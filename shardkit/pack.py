@@ -15,7 +15,7 @@ import time
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,6 +33,9 @@ from shardkit.index import SAMPLES, SHARDS, Shard, ShardList, dali_index
 from shardkit.plan import PLANS, write_plans
 from shardkit.ranges import RangeReader
 from shardkit.tar import Member, TarWriter
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 log = logging.getLogger("pairmill.shardkit")
 _NOTE = b"pairmill"  # key of a part's own figures in its Parquet metadata
@@ -70,6 +73,19 @@ def run(config: ShardConfig) -> dict[str, Any]:
         stage.finish({**summary, "seconds": round(time.perf_counter() - started, 3)})
         _tidy(folder)
     return {**summary, "seconds": round(time.perf_counter() - started, 3)}
+
+
+def render(summary: dict[str, Any]) -> RenderableType:
+    """What was written, for people."""
+    from rich.table import Table
+
+    table = Table("", "samples", "shards", "captions", "MB", "copied", "resized", "left out", box=None)
+    for home, one in (("shards", summary), ("holdout", summary["holdout"])):
+        if one["samples"]:
+            figures = (one[k] for k in ("copied", "resized", "left_out"))
+            head = (f"{one['samples']:,}", f"{one['shards']:,}", f"{one['captions']:,}", f"{one['bytes'] / 1e6:,.1f}")
+            table.add_row(f"[bold]{home}", *head, *(f"{n:,}" for n in figures))
+    return table
 
 
 def _check(config: ShardConfig) -> None:

@@ -47,9 +47,7 @@ class TarWriter:
     def add(self, name: str, data: bytes) -> Member:
         """Append one file and say where its bytes lie."""
         member = Member(name, self.position + BLOCK, len(data))
-        self._write(header(name, len(data)))
-        self._write(data)
-        self._write(bytes(-len(data) % BLOCK))
+        self._write(b"".join((header(name, len(data)), data, bytes(-len(data) % BLOCK))))
         return member
 
     def finish(self) -> int:
@@ -62,6 +60,19 @@ class TarWriter:
         self.position += len(data)
 
 
+def _blank_header() -> bytes:
+    """A header without name, size and checksum, whose field counts as spaces."""
+    block = bytearray(BLOCK)
+    block[100:124] = b"0000644\0" + b"0000000\0" * 2
+    block[135:157] = b"\0" + b"%011o\0" % 0 + b" " * 8 + b"0"
+    block[257:265] = b"ustar\00000"
+    return bytes(block)
+
+
+_HEADER = _blank_header()
+_HEADER_SUM = sum(_HEADER)
+
+
 def header(name: str, size: int) -> bytes:
     """The 512-byte USTAR header (POSIX.1-1988) of a regular file: mode 0644, owner 0, time 0.
 
@@ -71,16 +82,13 @@ def header(name: str, size: int) -> bytes:
     encoded = name.encode()
     if not 0 < len(encoded) <= 100 or size >= 8**11:
         raise DataError(f"expected a member name of 1 to 100 bytes and less than 8 GiB, found {name!r} of {size} bytes")
-    block = bytearray(BLOCK)
+    digits = b"%011o" % size
+    block = bytearray(_HEADER)
     block[0 : len(encoded)] = encoded
-    block[100:108] = b"0000644\0"
-    block[108:124] = b"0000000\0" * 2
-    block[124:136] = b"%011o\0" % size
-    block[136:148] = b"%011o\0" % 0
-    block[148:156] = b" " * 8
-    block[156:157] = b"0"
-    block[257:265] = b"ustar\00000"
-    block[148:156] = b"%06o\0 " % sum(block)
+    block[124:135] = digits
+    block[148:156] = b"%06o\0 " % (
+        _HEADER_SUM + sum(encoded) + sum(digits)
+    )  # summing all 512 bytes costs more than writing
     return bytes(block)
 
 

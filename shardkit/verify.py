@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 
@@ -20,6 +20,9 @@ from core.storage import Folder
 from shardkit.config import VerifyConfig
 from shardkit.index import SAMPLES, SHARDS, Shard, read_dali_index, read_shard_list
 from shardkit.tar import Member, scan_file
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 log = logging.getLogger("pairmill.shardkit")
 Bad = dict[str, str]
@@ -56,6 +59,26 @@ def run(config: VerifyConfig) -> dict[str, Any]:
     seconds = round(time.perf_counter() - started, 3)
     code = DataError.exit_code if bad else 0
     return {**totals, "bad": bad, "deep": config.deep, "seconds": seconds, "exit_code": code}
+
+
+def render(summary: dict[str, Any]) -> RenderableType:
+    """The verdict in words, then up to 50 bad samples."""
+    from rich.table import Table
+
+    bad = summary["bad"]
+    looked = "read and decoded" if summary["deep"] else "read"
+    table = Table(
+        title=f"{summary['samples']:,} samples in {summary['shards']:,} shards {looked} in {summary['seconds']:g} s: "
+        + (f"[bold red]{len(bad):,} bad" if bad else "[bold green]all as listed"),
+        title_justify="left",
+    )
+    if not bad:
+        return table.title or ""
+    for name in ("shard", "key", "uid", "reason"):
+        table.add_column(name, overflow="fold")
+    for one in bad[:50]:
+        table.add_row(*(one[name] for name in ("shard", "key", "uid", "reason")))
+    return table
 
 
 def _verify_set(folder: Folder, home: str, shards: list[Shard], config: VerifyConfig) -> Iterator[Bad]:
