@@ -5,6 +5,7 @@ torch is imported inside the functions, because the launcher runs in a process t
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("pairmill.train")
 
 TIMEOUT_S = 1800.0
+
+# mallopt's names for "how many mappings" and "how much free memory before it is given back" (malloc.h).
+M_MMAP_MAX = -4
+M_TRIM_THRESHOLD = -1
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,8 @@ def world(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Iterator[World]
 
     rank, size, local_rank = ranks_from_env()
     own = choose_device(device, local_rank)
+    if own.type == "cpu":
+        keep_freed_memory()
     if size > 1:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
@@ -93,6 +100,18 @@ def world(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Iterator[World]
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def keep_freed_memory() -> None:
+    """Let the C allocator keep what a step frees, for the next step (glibc; elsewhere nothing happens).
+
+    By default every large tensor is mapped and unmapped anew, and the kernel clears its pages each time: 10-20 % of a
+    small model's step on a CPU.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def wrap(model: nn.Module, ranks: World) -> nn.Module:

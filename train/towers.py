@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from core.errors import ConfigError
 from train.attention import Segment, attend, attend_one
+from train.linear import linear
 from train.models import MLP_RATIO, ModelConfig
 
 # Channel statistics that every public CLIP was trained with (RGB, pixels scaled to [0, 1]).
@@ -40,10 +41,6 @@ def trim(tokens_BL: Tensor) -> Tensor:
     """
     longest = int(tokens_BL.argmax(dim=1).max()) + 1 if tokens_BL.numel() else 1
     return tokens_BL[:, :longest]
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def _norm(x: Tensor, ln: nn.LayerNorm) -> Tensor:
@@ -69,14 +66,14 @@ class Attention(nn.Module):
     def forward(self, x_RD: Tensor, segments: list[Segment], path: str, read_N: Tensor | None = None) -> Tensor:
         """Attention of all rows, or of the rows `read_N` (one a sample) only."""
         if read_N is None:
-            qkv = _linear(x_RD, self.in_proj_weight, self.in_proj_bias)
+            qkv = linear(x_RD, self.in_proj_weight, self.in_proj_bias)
             out = attend(qkv, self.heads, segments, self.causal, path)
         else:
             width = x_RD.shape[1]
-            q = _linear(x_RD[read_N], self.in_proj_weight[:width], self.in_proj_bias[:width])
-            kv = _linear(x_RD, self.in_proj_weight[width:], self.in_proj_bias[width:])
+            q = linear(x_RD[read_N], self.in_proj_weight[:width], self.in_proj_bias[:width])
+            kv = linear(x_RD, self.in_proj_weight[width:], self.in_proj_bias[width:])
             out = attend_one(q, kv, self.heads, segments, read_N if self.causal else None)
-        return _linear(out, self.out_proj.weight, self.out_proj.bias)
+        return linear(out, self.out_proj.weight, self.out_proj.bias)
 
 
 class Mlp(nn.Module):
@@ -87,9 +84,9 @@ class Mlp(nn.Module):
         self.c_proj = nn.Linear(MLP_RATIO * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = _linear(x, self.c_fc.weight, self.c_fc.bias)
+        h = linear(x, self.c_fc.weight, self.c_fc.bias)
         h = h * torch.sigmoid(1.702 * h) if self.quick_gelu else F.gelu(h)
-        return _linear(h, self.c_proj.weight, self.c_proj.bias)
+        return linear(h, self.c_proj.weight, self.c_proj.bias)
 
 
 class Block(nn.Module):
@@ -172,7 +169,8 @@ class VisionTower(nn.Module):
             keep_Bk = self._kept(b, patches.shape[1], patches.device)
             patches = patches.gather(1, keep_Bk.unsqueeze(2).expand(-1, -1, patches.shape[2]))
             pos_1PD = pos_1PD[0][keep_Bk]
-        x_BPD = _linear(patches, self.conv1.weight.flatten(1)) + pos_1PD.to(patches.dtype)
+        x_RD = linear(patches.flatten(0, 1), self.conv1.weight.flatten(1))
+        x_BPD = x_RD.view(b, -1, x_RD.shape[1]) + pos_1PD.to(patches.dtype)
         first_D = self.class_embedding + self.positional_embedding[0]
         return torch.cat([first_D.to(x_BPD.dtype).expand(b, 1, -1), x_BPD], dim=1)
 
@@ -277,17 +275,19 @@ class CLIP(nn.Module):
 
     def _text_rows(self, tokens_BL: Tensor, end_B: Tensor, segments: list[Segment]) -> tuple[Tensor, Tensor]:
         """Embedded rows of all segments and, for each sample, the row of its end marker."""
-        rows: list[Tensor] = []
+        ids: list[Tensor] = []
+        places: list[Tensor] = []
         read: list[Tensor] = []
         sample = start = 0
         for n, length in segments:
-            ids_NL = tokens_BL[sample : sample + n, :length]
-            x_NLD = self.token_embedding(ids_NL) + self.positional_embedding[:length]
-            rows.append(x_NLD.to(self.compute_dtype).flatten(0, 1))
+            ids.append(tokens_BL[sample : sample + n, :length].flatten())
+            places.append(torch.arange(length, device=end_B.device).repeat(n))
             first_N = torch.arange(start, start + n * length, length, device=end_B.device)
             read.append(first_N + end_B[sample : sample + n])
             sample, start = sample + n, start + n * length
-        return torch.cat(rows), torch.cat(read)
+        # one look-up for all segments, because the gradient of a look-up is as large as the whole table
+        x_RD = self.token_embedding(torch.cat(ids)) + F.embedding(torch.cat(places), self.positional_embedding)
+        return x_RD.to(self.compute_dtype), torch.cat(read)
 
 
 def unwrap(model: nn.Module) -> CLIP:

@@ -54,7 +54,7 @@ class Ranks:
             return False, f"no answer within {DEADLINE_S} s"
         try:
             return pickle.loads(self._pipes[rank].recv_bytes())
-        except EOFError:
+        except (EOFError, OSError):
             return False, "the process died"
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())
-        except EOFError:
+        except (EOFError, OSError):
             break
         try:
             answer = True, function(*args)

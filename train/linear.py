@@ -1,0 +1,65 @@
+"""The linear layer of the towers, and its fast form for bf16 on CPUs.
+
+Shape letters: R rows, I inputs, O outputs.
+
+On a CPU the products themselves run at the machine's peak, so what is left to save lies around them. Measured on one
+Zen 4 core at 12,500 rows, 256 -> 1024: a bias as part of the product instead of a pass of its own 35.1 -> 31.4 ms, the
+weights' gradient with its short side as rows 36.7 -> 33.1 ms, the bias' gradient as a product 5.5 -> 3.4 ms.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# A product sums columns faster than `sum` does, from about this many columns on.
+BIAS_PRODUCT_MIN = 512
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x_RI @ weight_OI^T + bias_O in the type of `x`; the weights' gradients come in the weights' own type."""
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.ndim == 2 and weight.dtype == torch.float32:
+        return _CpuLinear.apply(x, weight, bias)
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+class _CpuLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        low = weight.to(x.dtype)
+        ctx.save_for_backward(x, low)
+        return _product(x, low, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # type: ignore[override]
+        x, low = ctx.saved_tensors
+        grad = grad.contiguous()
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        d_x = grad @ low if wants_x else None
+        d_weight = _weight_grad(grad, x) if wants_weight else None
+        return d_x, d_weight, _bias_grad(grad) if wants_bias else None
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # The operator that torch's own CPU compiler emits: oneDNN adds the bias while the tile is in registers.
+    fused = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+    if fused is None or bias is None or not len(x):
+        return F.linear(x, weight, bias)
+    return fused(x, weight, bias, "none", [], "")
+
+
+def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
+    """(O, I) in fp32."""
+    if grad.shape[1] <= x.shape[1]:
+        return (grad.t() @ x).float()
+    return (x.t() @ grad).t().contiguous().float()
+
+
+def _bias_grad(grad: Tensor) -> Tensor:
+    """(O,) in fp32."""
+    if grad.shape[1] < BIAS_PRODUCT_MIN:
+        return grad.sum(0).float()
+    return (grad.new_ones(1, grad.shape[0]) @ grad)[0].float()
