@@ -1,0 +1,79 @@
+"""Settings of `ingest` and `adopt`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from core.config import StageConfig, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class IngestConfig(StageConfig):
+    """Download the pictures of a URL list and stage them with their captions."""
+
+    engine: str = setting("local", stable=False)
+    """Where units run: `local` processes, `ray` (needs the extra of that name), or `img2dataset`: that package downloads
+    and its shards are adopted (needs the extra of that name)."""
+    urls: str = setting(argument=True)
+    """The list: a parquet, csv, tsv, json, jsonl or txt file, also .gz or .zst, a glob, or an fsspec URL (s3://...)."""
+    url_col: str = "url"
+    """Column with the image URL; a number counts columns from 0 in a list without a header."""
+    caption_col: str = "caption"
+    """Column with the alt text; a number counts columns from 0 in a list without a header. A txt list has none."""
+    allow_empty: bool = False
+    """Download pictures whose caption is empty too; they are of use where captions come later. Always so for txt."""
+    lang: bool = setting(True, flags="--lang/--no-lang")
+    """Identify each caption's language (60 microseconds a caption); needed by filters on `lang`."""
+    size: int = 256
+    """Shorter side of the stored image, in pixels. Slightly above the training resolution leaves room for random crops.
+    Smaller pictures are never enlarged."""
+    resize: Literal["short", "square"] = "short"
+    """`short` keeps the aspect ratio; `square` cuts the centre out."""
+    quality: int = 90
+    """JPEG quality of the stored image, 1 to 100. 95 is half as large again, for pictures that are compressed again."""
+    keep_original: bool = False
+    """Store each file as it came, checked but not re-encoded; five to fifty times the space."""
+    min_side: int = 32
+    """Refuse pictures whose shorter side is below this many pixels (icons, tracking pixels); 0 takes all."""
+    max_aspect: float = 8.0
+    """Refuse pictures whose longer side is more than this many times the shorter (banners, rules); 0 takes all."""
+    concurrency: int = setting(64, stable=False)
+    """Downloads at once in one worker process. More helps when hosts are slow, until memory or bandwidth is full."""
+    per_host: int = setting(8, stable=False)
+    """Downloads at once from one host in one worker process. Politeness: raise it only for hosts that are your own."""
+    timeout: float = setting(20.0, stable=False)
+    """Seconds from the first byte sent to the last byte received, redirects included, for one attempt."""
+    min_rate: int = setting(2000, stable=False)
+    """Bytes a second below which a download is given up as `too_slow`, after its first 3 seconds."""
+    max_bytes: int = setting(32_000_000, stable=False)
+    """Bytes of a body above which it is given up as `too_large`, counted while it arrives and after decompression."""
+    retries: int = setting(2, stable=False)
+    """Further attempts after a failure that may pass: refused or reset connections, 429, 5xx, bodies cut short."""
+    contact: str = setting("", stable=False)
+    """A web page or mail address for the user agent, so that site owners can reach you. Honest agents are blocked less."""
+    allow_private: bool = setting(False, stable=False)
+    """Also connect to private, loopback and link-local addresses. Only for lists that you wrote yourself."""
+    retry_failed: bool = setting(False, stable=False)
+    """Try the failures of a finished ingest again that another attempt may cure; good rows are left alone."""
+    min_success: float = setting(0.0, stable=False)
+    """Stop the run when after 1,000 rows a smaller share than this has succeeded, so that a broken network or a blocked
+    address does not eat the whole list; 0 never stops. 0.3 suits lists of some age."""
+    unit_urls: int = 1000
+    """Distinct URLs a unit. A unit is one tar and one Parquet part; what a killed run loses is a few units a worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdoptConfig(StageConfig):
+    """Take shards of webdataset or img2dataset in as pairs, without copying a byte of their images."""
+
+    shards: str = setting(argument=True)
+    """Folder of .tar files (a path or an fsspec URL), or a glob of them."""
+    allow_empty: bool = False
+    """Take pictures whose caption is empty too."""
+    lang: bool = setting(True, flags="--lang/--no-lang")
+    """Identify each caption's language (60 microseconds a caption); needed by filters on `lang`."""
+    min_side: int = 32
+    """Refuse pictures whose shorter side is below this many pixels; 0 takes all."""
+    max_aspect: float = 8.0
+    """Refuse pictures whose longer side is more than this many times the shorter; 0 takes all."""

@@ -1,0 +1,237 @@
+"""Stage `ingest`: from a URL list to `ingest/parts`, every input row accounted for.
+
+Way in: the plan that `urllist` writes. A unit is one row group of the plan and becomes one tar and one part. A worker
+takes several neighbouring units at once and lets their downloads overlap, because the last slow host of a unit would
+otherwise leave a whole process waiting; each unit is still published by itself, as soon as its last row is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import glob
+import logging
+import multiprocessing
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from core import catalog
+from core.errors import PairmillError, RunError
+from core.plan import Unit as Group
+from core.runner import cores, run_units, tick
+from core.schema import Outcome
+from core.storage import Folder, expand
+from core.work import Stage, fingerprint, open_stage, package_version
+from ingest import staging, urllist
+from ingest.pictures import Picture, Rules, prepare
+from ingest.unit import Job, Unit, open_unit
+
+if TYPE_CHECKING:
+    from ingest.config import IngestConfig
+    from ingest.http import Fetcher
+
+Result = TypeVar("Result")
+log = logging.getLogger("pairmill.ingest")
+
+SPAN_UNITS = 16  # units a worker takes at once, at most
+DECODERS = 2  # threads a worker; the codecs release the GIL, so one of them runs beside the event loop
+AHEAD = 4  # downloads asked for per download allowed at once, so that one host's queue does not starve the others
+JUDGED_ROWS = 1000  # rows before `min_success` is judged
+
+
+@dataclass
+class Report:
+    """What a worker did: rows by outcome, failed rows by host, bytes received, seconds of CPU."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failing_hosts: Counter[str] = field(default_factory=Counter)
+    cpu_seconds: float = 0.0
+
+    def add(self, other: Report) -> None:
+        self.outcomes += other.outcomes
+        self.failing_hosts += other.failing_hosts
+        self.cpu_seconds += other.cpu_seconds
+
+
+def run(config: IngestConfig) -> dict[str, Any]:
+    """Fetch every URL of the list; returns the summary: rows, ok, outcomes, seconds, cpu_seconds, bytes, units.
+
+    Raises:
+        InputError: the list cannot be read or lacks a column.
+        WorkFolderError: the work folder holds another list or other settings.
+        RunError: fewer rows than `min_success` succeed.
+    """
+    if config.engine == "img2dataset":
+        from ingest import peer
+
+        return peer.run(config)
+    files = expand(config.urls)
+    inputs = fingerprint(Folder("/"), *map(_literal, files))
+    with open_stage(config, "ingest", home="ingest", inputs=inputs, redo=False) as stage:
+        staging.claim(stage.folder, "ingest")
+        if stage.finished is not None and not config.retry_failed:
+            return stage.finished
+        stage.folder.sweep("ingest")
+        stage.folder.sweep(staging.PARTS)
+        urllist.write_plan(config, stage.folder)
+        return _fetch_all(config, stage)
+
+
+def _literal(name: str) -> str:
+    parent, slash, leaf = name.rpartition("/")
+    return f"{parent}{slash}{glob.escape(leaf)}"
+
+
+def _fetch_all(config: IngestConfig, stage: Stage) -> dict[str, Any]:
+    started, cpu = time.monotonic(), time.process_time()
+    rows = urllist.plan_rows(stage.folder)
+    workers = config.workers or cores()
+    span = max(1, min(SPAN_UNITS, len(rows) // (4 * workers)))
+    retryable = staging.retryable_units(stage.folder) if config.retry_failed else frozenset()
+
+    def finished(number: int) -> bool:
+        name = unit_id(number)
+        return name not in retryable and stage.folder.exists(staging.part_name(name))
+
+    done = {number for number in range(len(rows)) if finished(number)}
+    total = Report()
+    task = functools.partial(fetch_span, config=config, folder=stage.folder, span=span)
+    for _, report in run_units(
+        spans(rows, span), task, done=lambda group: _numbers(group, span, len(rows)) <= done,
+        workers=workers, engine=config.engine, label="ingest",
+    ):  # fmt: skip
+        total.add(report)
+        check_success(total, config.min_success, enough=JUDGED_ROWS)
+    catalog.write(stage.folder)
+    check_success(total, config.min_success, enough=1)
+    summary = staging.summary(stage.folder)
+    own_cpu = time.process_time() - cpu if workers > 1 else 0.0
+    seconds = {"seconds": time.monotonic() - started, "cpu_seconds": total.cpu_seconds + own_cpu}
+    return stage.finish({**summary, **seconds, "units": len(rows)})
+
+
+def unit_id(number: int) -> str:
+    return f"u{number:06d}"
+
+
+def spans(rows: list[int], span: int) -> list[Group]:
+    """Units of `rows` rows each, in runs of `span`; a run is named by its first unit."""
+    starts = [sum(rows[:number]) for number in range(0, len(rows), span)] + [sum(rows)]
+    firsts = range(0, len(rows), span)
+    return [Group(unit_id(n), a, b) for n, a, b in zip(firsts, starts, starts[1:], strict=False)]
+
+
+def _numbers(group: Group, span: int, units: int) -> set[int]:
+    first = int(group.id[1:])
+    return set(range(first, min(first + span, units)))
+
+
+def check_success(report: Report, least: float, *, enough: int) -> None:
+    """Stop a run that collapses.
+
+    Raises:
+        RunError: after at least `enough` rows, a smaller share than `least` has succeeded.
+    """
+    rows, ok = report.outcomes.total(), report.outcomes[Outcome.OK]
+    if rows < enough or ok >= least * rows:
+        return
+    failures = Counter({k: n for k, n in report.outcomes.items() if k != Outcome.OK})
+    words = [", ".join(f"{name} ({n:,})" for name, n in c.most_common(3)) for c in (failures, report.failing_hosts)]
+    raise RunError(
+        f"only {ok:,} of {rows:,} rows succeeded, less than --min-success {least:g}; most common are {words[0]}, on the "
+        f"hosts {words[1]}; look into these, then run the same command again (a lower --min-success goes on regardless)"
+    )
+
+
+# ---- in a worker -------------------------------------------------------------------------------------------------------
+
+
+def fetch_span(group: Group, *, config: IngestConfig, folder: Folder, span: int) -> Report:
+    """Do every unfinished unit of one run of units."""
+    _one_thread_each()
+    cpu = time.process_time()
+    try:
+        report = asyncio.run(_Span(config, folder).work(group, span))
+    except BaseExceptionGroup as errors:
+        raise _first_cause(errors) from errors
+    report.cpu_seconds = time.process_time() - cpu
+    return report
+
+
+def _one_thread_each() -> None:
+    # every core has a worker already; more threads inside BLAS and torch would only fight over them
+    if multiprocessing.parent_process() is not None:
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ.setdefault(name, "1")
+
+
+def _first_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    found: BaseException = errors
+    while isinstance(found, BaseExceptionGroup):
+        found = next((e for e in found.exceptions if isinstance(e, PairmillError)), found.exceptions[0])
+    return found
+
+
+class _Span:
+    """Downloads and decoding of neighbouring units, overlapping."""
+
+    def __init__(self, config: IngestConfig, folder: Folder) -> None:
+        self._config, self._folder = config, folder
+        self._rules = Rules(
+            config.size, config.resize, config.quality, config.keep_original, config.min_side, config.max_aspect
+        )
+        self._report = Report()
+        self._ahead = asyncio.Semaphore(AHEAD * config.concurrency)
+
+    async def work(self, group: Group, span: int) -> Report:
+        from ingest.http import Fetcher
+
+        rows = urllist.plan_rows(self._folder)
+        with ThreadPoolExecutor(DECODERS, "decode") as self._pool:
+            async with Fetcher(self._config, version=package_version()) as fetcher, asyncio.TaskGroup() as tasks:
+                for number in sorted(_numbers(group, span, len(rows))):
+                    unit = await self._in_thread(open_unit, self._folder, number, unit_id(number), self._config)
+                    if unit is None:
+                        tick(rows[number])
+                        continue
+                    for outcome, count in unit.settled().items():
+                        tick(count, **{outcome: count})
+                    if not unit.jobs:
+                        await self._publish(unit)
+                    for job in unit.jobs:
+                        await self._ahead.acquire()
+                        tasks.create_task(self._one(fetcher, unit, job))
+        return self._report
+
+    async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+    async def _one(self, fetcher: Fetcher, unit: Unit, job: Job) -> None:
+        try:
+            fetched = await fetcher.fetch(job.url)
+            picture = Picture(fetched.outcome, fetched.detail)
+            if fetched.outcome == Outcome.OK:
+                picture = await self._in_thread(prepare, fetched.body, self._rules)
+        finally:
+            self._ahead.release()  # only now: bodies that wait for a decoder count as under way, so memory is bounded
+        unit.settle(job, fetched, picture)
+        tick(len(job.places), **{picture.outcome: len(job.places)})
+        if not unit.open_jobs:
+            await self._publish(unit)
+
+    async def _publish(self, unit: Unit) -> None:
+        await self._in_thread(functools.partial(unit.publish, lang=self._config.lang))
+        for row in unit.rows:
+            self._report.outcomes[row["outcome"]] += 1
+            if row["outcome"] != Outcome.OK:
+                self._report.failing_hosts[_host(row["final_url"] or row["url"] or "")] += 1
+        check_success(self._report, self._config.min_success, enough=JUDGED_ROWS)
+
+
+def _host(url: str) -> str:
+    return url.partition("://")[2].partition("/")[0] or "(none)"

@@ -1,0 +1,310 @@
+"""Fetches URLs: safe addresses only, streamed, bounded in time and size, retried politely.
+
+Way in: `Fetcher.fetch(url)`. Way out: `Fetched` with a body or a closed outcome; no exception for anything a server,
+a resolver or a URL can do. One `Fetcher` holds the session, the connections and the resolved names of a worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import ssl
+import time
+import zlib
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import aiohttp.abc
+import aiohttp.resolver
+import yarl
+
+from core.schema import Outcome
+from ingest import politeness
+
+if TYPE_CHECKING:
+    from ingest.config import IngestConfig
+
+GRACE_S = 3.0  # slow starts are no slow downloads: the minimum rate holds after this long, a silent body ends after it
+CONNECT_S = 10.0
+DNS_CACHE_S = 600
+REDIRECTS = 5
+_REDIRECTING = frozenset({301, 302, 303, 307, 308})
+# Tried again within the run. Time-outs and certificates rarely mend within seconds; `--retry-failed` has them.
+_TRY_AGAIN = frozenset({Outcome.DNS, Outcome.CONNECT, Outcome.TRUNCATED, Outcome.HTTP_429, Outcome.HTTP_5XX})
+
+
+@dataclass
+class Fetched:
+    """What became of one URL. `body` is whole where `outcome` is ok; `elapsed_s` spans all attempts and waits."""
+
+    outcome: Outcome
+    detail: str | None = None
+    status: int | None = None
+    final_url: str | None = None
+    body: bytes = b""
+    attempts: int = 0
+    elapsed_s: float = 0.0
+
+
+class _Failure(Exception):
+    """One attempt that ended without a body."""
+
+    def __init__(self, outcome: Outcome, detail: str, *, wait: float | None = None) -> None:
+        super().__init__(detail)
+        self.outcome, self.detail, self.wait = outcome, detail, wait
+
+
+class BlockedAddress(OSError):
+    """A name that resolves to an address we do not connect to. OSError, because aiohttp passes those of a resolver on."""
+
+
+def parse_url(url: str) -> yarl.URL:
+    """`url` as it can be requested: trimmed, IRIs and spaces encoded, `//host/path` taken as https.
+
+    Raises:
+        ValueError: no http(s) URL with a host; the message says what it is instead.
+    """
+    text = "".join(url.split("\n")).replace("\r", "").replace("\t", "").strip()
+    if text.startswith("//"):
+        text = "https:" + text
+    parsed = yarl.URL(text)
+    if parsed.scheme not in ("http", "https"):
+        raise ValueError(f"scheme {parsed.scheme!r} is not http(s)" if parsed.scheme else "no scheme")
+    host = parsed.raw_host or ""
+    if not host:
+        raise ValueError("no host")
+    if ":" in host or host.replace(".", "").isdigit():
+        ipaddress.ip_address(host.split("%")[0])  # 2130706433 and 0177.0.0.1 are loopback to the C library
+    _ = parsed.port  # raises where it is out of range
+    return parsed.with_fragment(None)
+
+
+def address_problem(address: str, *, allow_private: bool) -> str | None:
+    """Why not to connect to `address`, or None. Link-local addresses (cloud metadata lives there) are never allowed."""
+    ip: ipaddress.IPv4Address | ipaddress.IPv6Address = ipaddress.ip_address(address.split("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        embedded = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None) or _nat64(ip)
+        if embedded is not None:
+            ip = embedded
+    if ip.is_link_local or ip.is_multicast or ip.is_unspecified or str(ip) in ("fd00:ec2::254", "100.100.100.200"):
+        return f"{address} is link-local, multicast or a metadata service"
+    if not allow_private and (not ip.is_global or ip.is_private or ip.is_loopback or ip.is_reserved):
+        return f"{address} is not a public address"
+    return None
+
+
+def _nat64(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    well_known = ip in ipaddress.IPv6Network("64:ff9b::/96")
+    return ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if well_known else None
+
+
+class GuardedResolver(aiohttp.abc.AbstractResolver):
+    """Resolves through `inner` and hands on only addresses we may connect to.
+
+    aiohttp connects to exactly what its resolver returns, so the checked address is the one that is used, whatever the
+    name resolves to a moment later.
+    """
+
+    def __init__(self, inner: aiohttp.abc.AbstractResolver, *, allow_private: bool) -> None:
+        self._inner, self._allow_private = inner, allow_private
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[aiohttp.abc.ResolveResult]:
+        found = await self._inner.resolve(host, port, family)
+        problems = [address_problem(r["host"], allow_private=self._allow_private) for r in found]
+        allowed = [r for r, problem in zip(found, problems, strict=True) if problem is None]
+        if not allowed:
+            raise BlockedAddress(next((p for p in problems if p), f"{host} has no address"))
+        return allowed
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class Fetcher:
+    """Fetches URLs with the limits of `config`; an async context manager.
+
+    Args:
+        resolver: what turns names into addresses, before the guard; the system's by default.
+    """
+
+    def __init__(
+        self, config: IngestConfig, *, version: str = "0", resolver: aiohttp.abc.AbstractResolver | None = None
+    ) -> None:
+        self._config = config
+        self._version = version
+        self._resolver = resolver
+        self.hosts = politeness.Hosts(per_host=config.per_host, total=config.concurrency)
+
+    async def __aenter__(self) -> Fetcher:
+        resolver = GuardedResolver(
+            self._resolver or aiohttp.resolver.DefaultResolver(), allow_private=self._config.allow_private
+        )
+        connector = aiohttp.TCPConnector(
+            limit=0, resolver=resolver, ttl_dns_cache=DNS_CACHE_S, ssl=_tls_context(), keepalive_timeout=5.0
+        )
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,  # decompression is counted here, so that a bomb cannot grow behind our back
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            headers={
+                "User-Agent": politeness.user_agent(self._version, self._config.contact),
+                "Accept": "image/avif,image/webp,image/*;q=0.9,*/*;q=0.5",
+                "Accept-Encoding": "identity",
+            },
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def fetch(self, url: str) -> Fetched:
+        """Fetch `url`, with redirects followed and passing failures tried again."""
+        started = time.monotonic()
+        try:
+            parsed = parse_url(url)
+        except ValueError as error:
+            return Fetched(Outcome.BAD_URL, str(error)[:200])
+        result = Fetched(Outcome.INTERNAL)
+        for attempt in range(1, self._config.retries + 2):
+            result, wait = await self._attempt(parsed)
+            result.attempts, result.elapsed_s = attempt, time.monotonic() - started
+            if result.outcome not in _TRY_AGAIN or attempt > self._config.retries or wait > politeness.LONGEST_WAIT_S:
+                break
+            await asyncio.sleep(wait or politeness.backoff(attempt))
+        return result
+
+    async def _attempt(self, url: yarl.URL) -> tuple[Fetched, float]:
+        """One attempt, and the seconds its server asked us to wait (0 where it did not)."""
+        host = url.raw_host or ""
+        result = Fetched(Outcome.INTERNAL, final_url=str(url))
+        wait = 0.0
+        async with self.hosts.visit(host):
+            try:
+                async with asyncio.timeout(self._config.timeout):
+                    result.body = await self._follow(url, result)
+                result.outcome = Outcome.OK
+            except _Failure as failure:
+                result.outcome, result.detail, wait = failure.outcome, failure.detail, failure.wait or 0.0
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                result.outcome, result.detail = _classify(error)
+            if wait:
+                self.hosts.pause(host, min(wait, politeness.LONGEST_WAIT_S))
+        return result, wait
+
+    async def _follow(self, url: yarl.URL, result: Fetched) -> bytes:
+        for _ in range(REDIRECTS + 1):
+            result.final_url = str(url)
+            self._check_literal(url)
+            async with self._session.get(url, allow_redirects=False) as response:
+                result.status = response.status
+                if response.status not in _REDIRECTING:
+                    return await self._receive(response)
+                location = response.headers.get("Location", "")
+            try:
+                url = parse_url(str(url.join(yarl.URL(location))))
+            except ValueError as error:
+                raise _Failure(Outcome.BAD_URL, f"redirected to {location[:100]!r}: {error}") from error
+        raise _Failure(Outcome.HTTP_4XX, f"more than {REDIRECTS} redirects")
+
+    def _check_literal(self, url: yarl.URL) -> None:
+        # aiohttp does not ask the resolver about hosts that are addresses already
+        with contextlib.suppress(ValueError):
+            if problem := address_problem(url.raw_host or "", allow_private=self._config.allow_private):
+                raise _Failure(Outcome.BLOCKED_ADDRESS, problem)
+
+    async def _receive(self, response: aiohttp.ClientResponse) -> bytes:
+        """The body, decoded; the status and the opt-out headers are judged before any of it is read."""
+        status = response.status
+        if status == 429 or status >= 500:
+            outcome = Outcome.HTTP_429 if status == 429 else Outcome.HTTP_5XX
+            wait = politeness.retry_after(response.headers.get("Retry-After"))
+            raise _Failure(outcome, f"HTTP {status}", wait=wait)
+        if status not in (200, 203):
+            raise _Failure(Outcome.HTTP_4XX, f"HTTP {status} {response.reason or ''}".strip())
+        headers = response.headers
+        if rule := politeness.opt_out(headers.getall("X-Robots-Tag", ()), headers.get("tdm-reservation")):
+            raise _Failure(Outcome.OPTED_OUT, rule)
+        if (response.content_length or 0) > self._config.max_bytes:
+            raise _Failure(Outcome.TOO_LARGE, f"{response.content_length:,} bytes announced")
+        return _decoded(await self._stream(response), headers.get("Content-Encoding"), self._config.max_bytes)
+
+    async def _stream(self, response: aiohttp.ClientResponse) -> bytes:
+        # details hold no counts of bytes or seconds, so that a repeated run writes the same rows
+        chunks: list[bytes] = []
+        size, started = 0, time.monotonic()
+        while chunk := await _next_chunk(response):
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > self._config.max_bytes:
+                raise _Failure(Outcome.TOO_LARGE, f"more than {self._config.max_bytes:,} bytes")
+            elapsed = time.monotonic() - started
+            if elapsed > GRACE_S and size < elapsed * self._config.min_rate:
+                raise _Failure(Outcome.TOO_SLOW, f"less than {self._config.min_rate:,} bytes/s")
+        return b"".join(chunks)
+
+
+async def _next_chunk(response: aiohttp.ClientResponse) -> bytes:
+    """The next bytes of the body, none at its end."""
+    try:
+        async with asyncio.timeout(GRACE_S):
+            return await response.content.readany()
+    except TimeoutError:
+        raise _Failure(Outcome.TOO_SLOW, f"no byte for {GRACE_S:.0f} s") from None
+    except (aiohttp.ClientPayloadError, aiohttp.ClientOSError, aiohttp.ServerDisconnectedError, OSError) as error:
+        raise _Failure(Outcome.TRUNCATED, "the connection ended before the body did") from error
+
+
+def _tls_context() -> ssl.SSLContext:
+    return ssl.create_default_context()  # one for all requests: making one costs 24 ms
+
+
+def _decoded(body: bytes, coding: str | None, limit: int) -> bytes:
+    """`body` without its Content-Encoding, never growing beyond `limit` bytes.
+
+    Raises:
+        _Failure: too_large, corrupt, or unsupported for a coding that we did not ask for and do not know.
+    """
+    if not coding or coding.strip().lower() in ("identity", "none", ""):
+        return body
+    if coding.strip().lower() not in ("gzip", "x-gzip", "deflate"):
+        raise _Failure(Outcome.UNSUPPORTED, f"Content-Encoding {coding[:40]}")
+    decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # takes gzip and zlib frames
+    try:
+        data = decompressor.decompress(body, limit + 1)
+    except zlib.error as error:
+        if body[:2] == b"\xff\xd8" or body[:4] in (b"\x89PNG", b"RIFF"):
+            return body  # some servers announce a coding and send the picture as it is
+        raise _Failure(Outcome.CORRUPT, f"Content-Encoding {coding}: {error}") from error
+    if len(data) > limit:
+        raise _Failure(Outcome.TOO_LARGE, f"more than {limit:,} bytes after decompression")
+    if not decompressor.eof:
+        raise _Failure(Outcome.TRUNCATED, f"Content-Encoding {coding}: ends early")
+    return data
+
+
+def _classify(error: BaseException) -> tuple[Outcome, str]:
+    """The outcome of what aiohttp, the resolver or TLS raised, and its words without object addresses."""
+    words = str(error)[:200] or type(error).__name__
+    cause: Any = error
+    while cause is not None:
+        if isinstance(cause, BlockedAddress):
+            return Outcome.BLOCKED_ADDRESS, str(cause)
+        cause = cause.__cause__ or getattr(cause, "os_error", None)
+    if isinstance(error, aiohttp.ClientConnectorDNSError | socket.gaierror):
+        return Outcome.DNS, words
+    if isinstance(error, aiohttp.ClientSSLError | ssl.SSLError):
+        return Outcome.TLS, words
+    if isinstance(error, TimeoutError):
+        return Outcome.TIMEOUT, words
+    if isinstance(error, aiohttp.InvalidURL):
+        return Outcome.BAD_URL, words
+    return Outcome.CONNECT, words

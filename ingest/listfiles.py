@@ -1,0 +1,328 @@
+"""The files of a URL list as Arrow batches, one batch schema for all of them.
+
+Text forms (csv, tsv, json, jsonl, txt) come as columns of text, types being settled later over the whole list; parquet
+keeps its types as far as they are simple. Bytes that are not UTF-8 are replaced, never fatal; a line that is no row is
+counted in `refused`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import io
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING, Any, cast
+
+from core.errors import InputError, nearest
+from core.storage import Folder
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORMATS = ("parquet", "csv", "tsv", "json", "jsonl", "txt")
+_ALIASES = {"pq": "parquet", "ndjson": "jsonl", "tab": "tsv", "lst": "txt", "list": "txt"}
+BATCH_ROWS = 20_000
+_SNIFF_BYTES = 1 << 20
+
+
+@dataclass
+class ListSource:
+    """A list about to be read. `url`, `caption`, `uid` are names of its columns; caption and uid may be missing.
+
+    `text` says that all columns are text. `refused` counts lines that are no rows, known once all is read.
+    """
+
+    files: list[str]
+    url: str
+    caption: str | None
+    uid: str | None = None
+    text: bool = True
+    refused: int = 0
+    _batches: Iterator[pa.RecordBatch] = field(default_factory=lambda: iter(()))
+
+    def start(self) -> tuple[pa.RecordBatch, Iterator[pa.RecordBatch]]:
+        """The first batch, to look at, and all batches, that one included.
+
+        Raises:
+            InputError: there is not one row.
+        """
+        first = next(self._batches, None)
+        if first is None:
+            raise InputError(f"expected a list of URLs in {self.files[0]}, found no row in it")
+        return first, itertools.chain([first], self._batches)
+
+
+def open_list(files: list[str], url_col: str, caption_col: str) -> ListSource:
+    """Open `files`, all of one form, and find the columns.
+
+    Raises:
+        InputError: an unknown form, a missing column (those found are named), or a file that cannot be read.
+    """
+    form = _form(files[0])
+    for name in files:
+        if _form(name) != form:
+            raise InputError(f"expected files of one form, found {files[0]} and {name}")
+    if form == "txt":
+        source = ListSource(files, "url", None)
+        source._batches = _txt(source)
+        return source
+    positions = url_col.isdigit()
+    names = _column_names(form, files[0], positions)
+    source = ListSource(files, _find(url_col, names, files[0], "--url-col"), None, text=form != "parquet")
+    source.caption = _find(caption_col, names, files[0], "--caption-col")
+    source.uid = next((n for n in names if n.lower() == "uid" and n not in (source.url, source.caption)), None)
+    source._batches = _in_order(source, form, names, positions)
+    return source
+
+
+def _form(name: str) -> str:
+    stem = re.sub(r"\.(gz|zst|zstd)$", "", name.lower())
+    ending = stem.rsplit("/", 1)[-1].rpartition(".")[2]
+    form = _ALIASES.get(ending, ending)
+    if form not in FORMATS:
+        raise InputError(f"expected a list ending in .{', .'.join(FORMATS)} (also .gz or .zst), found {name}")
+    return form
+
+
+def _find(wanted: str, names: list[str], where: str, flag: str) -> str:
+    """The column that is meant: by name, by name in other case, or by number."""
+    if wanted in names:
+        return wanted
+    same = [n for n in names if n.lower() == wanted.lower()]
+    if len(same) == 1:
+        return same[0]
+    if wanted.isdigit() and int(wanted) < len(names):
+        return names[int(wanted)]
+    found = ", ".join(map(repr, names[:40]))
+    raise InputError(
+        f"{where} has no column {wanted!r}; it has {found}: {nearest(wanted, names)} (say which with {flag})"
+    )
+
+
+@contextlib.contextmanager
+def _opened(name: str) -> Iterator[IO[bytes]]:
+    """The file's bytes, decompressed by its ending."""
+    with Folder("/").open(name) as raw:
+        if name.lower().endswith(".gz"):
+            with gzip.open(raw) as stream:
+                yield cast("IO[bytes]", stream)
+        elif name.lower().endswith((".zst", ".zstd")):
+            import zstandard
+
+            with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False) as stream:
+                yield stream
+        else:
+            yield raw
+
+
+@contextlib.contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Turn what Arrow, gzip and zstd say about a damaged file into one sentence."""
+    import pyarrow as pa
+    import zstandard
+
+    try:
+        yield
+    except (pa.ArrowException, gzip.BadGzipFile, EOFError, zstandard.ZstdError, json.JSONDecodeError) as error:
+        words = " ".join(str(error).split())[:300]
+        raise InputError(f"{name} cannot be read as its ending says: {words}; repair it or rename it") from error
+
+
+def _column_names(form: str, name: str, positions: bool) -> list[str]:
+    with _readable(name):
+        if form == "parquet":
+            import pyarrow.parquet as pq
+
+            with Folder("/").open(name) as file, pq.ParquetFile(file) as parquet:
+                return list(parquet.schema_arrow.names)
+        if form in ("json", "jsonl"):
+            names: dict[str, None] = {}
+            for record in itertools.islice(_records(form, name), 1000):
+                names.update(dict.fromkeys(record or {}))
+            if not names:
+                raise InputError(f"expected records in {name}, found none")
+            return list(names)
+        with _opened(name) as file:
+            head = _text(file.read(_SNIFF_BYTES)).removeprefix("\ufeff")
+        row = next(csv.reader(io.StringIO(head, newline=""), **_dialect(form, head)), None)
+        if not row:
+            raise InputError(f"expected a list of URLs in {name}, found an empty file")
+        return [str(i) for i in range(len(row))] if positions else row
+
+
+def _in_order(source: ListSource, form: str, names: list[str], positions: bool) -> Iterator[pa.RecordBatch]:
+    for name in source.files:
+        with _readable(name):
+            if form == "parquet":
+                yield from _parquet(name, source)
+            elif form in ("json", "jsonl"):
+                yield from _json(form, name, names, source)
+            else:
+                if name != source.files[0] and (found := _column_names(form, name, positions)) != names:
+                    raise InputError(f"expected the columns of {source.files[0]} in {name}, found {', '.join(found)}")
+                yield from _delimited(form, name, names, positions, source)
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", errors="replace")
+
+
+def _sound(text: str) -> str:
+    """`text` without the lone surrogates that JSON may smuggle in and UTF-8 cannot hold."""
+    return text if text.isascii() else text.encode("utf-8", errors="replace").decode()
+
+
+# ---- txt ---------------------------------------------------------------------------------------------------------------
+
+
+def _txt(source: ListSource) -> Iterator[pa.RecordBatch]:
+    """Any line is a URL, commas and all; empty lines are not rows."""
+    import pyarrow as pa
+
+    for name in source.files:
+        with _readable(name), _opened(name) as file:
+            lines = (_text(line).strip().removeprefix("\ufeff") for line in io.BufferedReader(file))  # type: ignore[type-var]
+            urls = (line for line in lines if line)
+            while chunk := list(itertools.islice(urls, BATCH_ROWS)):
+                yield pa.record_batch({"url": pa.array(chunk, pa.string())})
+
+
+# ---- csv and tsv -------------------------------------------------------------------------------------------------------
+
+
+def _dialect(form: str, head: str) -> dict[str, Any]:
+    if form == "csv":
+        return {"delimiter": ",", "quotechar": '"', "doublequote": True}
+    return {"delimiter": "\t", **({"quotechar": '"'} if _is_quoted(head) else {"quoting": csv.QUOTE_NONE})}
+
+
+def _is_quoted(head: str) -> bool:
+    """Whether a tab-separated text quotes its fields: each that begins with a quote is a well-formed quoted field.
+
+    Published lists are mostly unquoted and hold captions that merely begin with a quote; read as quoted, one of them
+    swallows thousands of lines.
+    """
+    fields = [f for line in head.splitlines()[:-1] or [head] for f in line.split("\t") if f.startswith('"')]
+    return bool(fields) and all(re.fullmatch(r'"(?:[^"]|"")*"', f) for f in fields)
+
+
+def _delimited(form: str, name: str, names: list[str], positions: bool, source: ListSource) -> Iterator[pa.RecordBatch]:
+    """Rows of a csv or tsv; a line with another number of fields is refused."""
+    import pyarrow as pa
+    from pyarrow import csv as arrow_csv
+
+    with _opened(name) as file:
+        dialect = _dialect(form, _text(file.read(_SNIFF_BYTES)))
+    quote: Any = dialect.get("quotechar", False)
+
+    def refuse(_: Any) -> str:
+        source.refused += 1
+        return "skip"
+
+    with _opened(name) as file:
+        reader = arrow_csv.open_csv(
+            pa.PythonFile(file, mode="r"),
+            arrow_csv.ReadOptions(use_threads=False, column_names=names, skip_rows=0 if positions else 1, block_size=1 << 22),
+            arrow_csv.ParseOptions(
+                delimiter=dialect["delimiter"], quote_char=quote, newlines_in_values=bool(quote), invalid_row_handler=refuse
+            ),
+            arrow_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.binary()), strings_can_be_null=False),
+        )  # fmt: skip
+        for batch in reader:
+            if batch.num_rows:
+                yield pa.record_batch([_strings(column) for column in batch.columns], names=names)
+
+
+def _strings(column: Any) -> Any:
+    import pyarrow as pa
+
+    try:
+        return column.cast(pa.string())
+    except pa.ArrowInvalid:
+        return pa.array([_text(v) for v in column.to_pylist()], pa.string())
+
+
+# ---- json and jsonl ----------------------------------------------------------------------------------------------------
+
+
+def _records(form: str, name: str) -> Iterator[dict[str, Any] | None]:
+    """Objects of a JSON list or of JSON lines; None for a line that is not an object."""
+    with _opened(name) as file:
+        if form == "json":
+            data = json.loads(_text(file.read()).removeprefix("\ufeff"))
+            if not isinstance(data, list):
+                raise InputError(f"expected a list of records in {name}, found a single {type(data).__name__}")
+            yield from (r if isinstance(r, dict) else None for r in data)
+            return
+        for line in io.BufferedReader(file):  # type: ignore[type-var]
+            if line.strip():
+                try:
+                    record = json.loads(_text(line).removeprefix("\ufeff"))
+                except json.JSONDecodeError:
+                    record = None
+                yield record if isinstance(record, dict) else None
+
+
+def _json(form: str, name: str, names: list[str], source: ListSource) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+
+    records = _records(form, name)
+    while chunk := list(itertools.islice(records, BATCH_ROWS)):
+        rows = [r for r in chunk if r is not None]
+        source.refused += len(chunk) - len(rows)
+        columns = [pa.array([_plain(r.get(n)) for r in rows], pa.string()) for n in names]
+        if rows:
+            yield pa.record_batch(columns, names=names)
+
+
+def _plain(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return None if value is None else _sound(value)
+    return _sound(json.dumps(value, ensure_ascii=False))
+
+
+# ---- parquet -----------------------------------------------------------------------------------------------------------
+
+
+def _parquet(name: str, source: ListSource) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with Folder("/").open(name) as file, pq.ParquetFile(file) as parquet:
+        if source.url not in parquet.schema_arrow.names:
+            raise InputError(f"expected the columns of {source.files[0]} in {name}, found others")
+        schema = pa.schema([pa.field(f.name, _simple(f.type)) for f in parquet.schema_arrow])
+        for batch in parquet.iter_batches(BATCH_ROWS, use_threads=False):
+            columns = [_simplified(c, f.type) for c, f in zip(batch.columns, schema, strict=True)]
+            yield pa.record_batch(columns, schema=schema)
+
+
+def _simple(kind: pa.DataType) -> pa.DataType:
+    """The type under which a column of the source is carried: numbers, truth values and times stay, the rest is text."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        return _simple(kind.value_type)
+    if pa.types.is_decimal(kind):
+        return pa.float64()
+    keeps = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_temporal)
+    return kind if any(is_kind(kind) for is_kind in keeps) else pa.string()
+
+
+def _simplified(column: Any, kind: pa.DataType) -> Any:
+    import pyarrow as pa
+
+    if column.type == kind:
+        return column
+    if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
+        return pa.array([None if v is None else _text(v) for v in column.to_pylist()], kind)
+    try:
+        return column.cast(kind)
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
+        values = (None if v is None else json.dumps(v, ensure_ascii=False, default=str) for v in column.to_pylist())
+        return pa.array(list(values), kind)

@@ -1,0 +1,158 @@
+"""The two files a unit leaves behind: a tar of its pictures, then the Parquet part that says what became of every row.
+
+The part is published last and names its tar, so whoever sees a part sees all of its pictures.
+"""
+
+from __future__ import annotations
+
+import re
+import tarfile
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core import catalog
+from core.errors import WorkFolderError
+from core.schema import RETRYABLE, Outcome, pair_schema
+from core.storage import Folder
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+PARTS = "ingest/parts"
+SPOOL_BYTES = 64_000_000  # pictures of an unfinished unit, in memory; beyond that (originals) in a temporary file
+
+
+def part_name(unit: str) -> str:
+    """The Parquet part of a unit, which is there when the unit is done."""
+    return f"{PARTS}/{unit}.parquet"
+
+
+def tar_name(unit: str, round_: int) -> str:
+    """The tar of a unit; every round of `--retry-failed` writes a new one, so that part and tar always fit together."""
+    return f"{PARTS}/{unit}.r{round_}.tar" if round_ else f"{PARTS}/{unit}.tar"
+
+
+def round_of(tar: str | None) -> int:
+    """The retry round that wrote `tar`; -1 for none."""
+    if tar is None:
+        return -1
+    found = re.search(r"\.r(\d+)\.tar$", tar)
+    return int(found[1]) if found else 0
+
+
+def claim(folder: Folder, verb: str) -> None:
+    """Note that the parts come from `verb`.
+
+    Raises:
+        WorkFolderError: they come from the other one already.
+    """
+    marker = "ingest/verb"
+    if folder.exists(marker):
+        holder = folder.read(marker).decode()
+        if holder != verb:
+            raise WorkFolderError(
+                f"{folder} holds pairs that `pairmill {holder}` made; choose another folder with --work, or throw them "
+                "away with --fresh"
+            )
+    else:
+        folder.write(marker, verb.encode())
+
+
+@dataclass(frozen=True)
+class Member:
+    """A picture for the tar: where its bytes lie in the spool, and its file name."""
+
+    name: str
+    start: int
+    size: int
+
+
+class Spool:
+    """Pictures in the order in which they arrive, until the tar is written in the order of the list."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.SpooledTemporaryFile(max_size=SPOOL_BYTES)  # noqa: SIM115 (closed by `close`)
+        self._end = 0
+
+    def add(self, data: bytes) -> tuple[int, int]:
+        """Store `data`; returns where it lies: (start, size)."""
+        self._file.seek(self._end)
+        self._file.write(data)
+        self._end += len(data)
+        return self._end - len(data), len(data)
+
+    def read(self, start: int, size: int) -> bytes:
+        self._file.seek(start)
+        return self._file.read(size)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def write_tar(path: Path, members: Iterable[Member], spool: Spool) -> list[int]:
+    """Write a USTAR archive without dates or owners; returns the byte position of each member's data."""
+    offsets = []
+    with path.open("wb") as file:
+        for member in members:
+            info = tarfile.TarInfo(member.name)
+            info.size = member.size
+            file.write(info.tobuf(tarfile.USTAR_FORMAT))
+            offsets.append(file.tell())
+            file.write(spool.read(member.start, member.size))
+            file.write(bytes(-member.size % tarfile.BLOCKSIZE))
+        file.write(bytes(2 * tarfile.BLOCKSIZE))
+    return offsets
+
+
+def write_part(folder: Folder, unit: str, rows: list[dict[str, Any]], source: pa.Table | None = None) -> None:
+    """Publish the part of `unit`: `rows` by the names of `core.schema.pair_fields`, and the source's own columns.
+
+    Args:
+        source: table of the source's own columns, row by row beside `rows`.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    own_fields = list(source.schema) if source is not None else []
+    ours = pa.Table.from_pylist(rows, schema=pair_schema())
+    columns = [*ours.columns, *(source.columns if source is not None else [])]
+    table = pa.table(columns, schema=pair_schema(own_fields))
+    with folder.staged(part_name(unit)) as path:
+        pq.write_table(table, path, compression="zstd")
+
+
+def read_part(folder: Folder, unit: str) -> pa.Table:
+    """The part of a finished unit."""
+    import pyarrow.parquet as pq
+
+    with folder.open(part_name(unit)) as file:
+        return pq.read_table(file, use_threads=False)
+
+
+def member_name(folder: Folder, tar: str, offset: int) -> str:
+    """Name of the member whose data begins at `offset`."""
+    header = folder.read_range(tar, offset - tarfile.BLOCKSIZE, 100)
+    return header.split(b"\0")[0].decode()
+
+
+def retryable_units(folder: Folder) -> frozenset[str]:
+    """Finished units with rows that another attempt may cure."""
+    if not folder.list(f"{PARTS}/*.parquet"):
+        return frozenset()
+    words = ", ".join(f"'{outcome}'" for outcome in sorted(RETRYABLE))
+    with catalog.connect(folder) as connection:
+        found = connection.execute(f"SELECT DISTINCT unit FROM pairs WHERE outcome IN ({words})").fetchall()
+    return frozenset(row[0] for row in found)
+
+
+def summary(folder: Folder) -> dict[str, Any]:
+    """Over all parts: rows, ok, outcomes by name (most common first), bytes received (once a URL)."""
+    with catalog.connect(folder) as connection:
+        counts = connection.execute("SELECT outcome, count(*) n FROM pairs GROUP BY outcome ORDER BY n DESC, outcome")
+        outcomes = dict(counts.fetchall())
+        received = "SELECT coalesce(sum(b), 0)::BIGINT FROM (SELECT max(bytes) b FROM pairs GROUP BY unit, url)"
+        (bytes_,) = connection.execute(received).fetchall()[0]
+    return {"rows": sum(outcomes.values()), "ok": outcomes.get(Outcome.OK, 0), "outcomes": outcomes, "bytes": bytes_}

@@ -1,0 +1,211 @@
+"""URL lists of every usual form, read in bounded memory, and the plan that ingest works from.
+
+Way in: `write_plan` reads the list (parquet, csv, tsv, json, jsonl, txt; .gz, .zst; globs; any fsspec URL). Way out:
+`ingest/plan.parquet`, one row an input row and one row group a unit. All rows of one URL lie in one unit, so that a
+picture with several captions is fetched once; units are taken by a hash of the URL, which also mixes the hosts.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import tempfile
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from core.errors import InputError
+from core.storage import Folder, expand
+from ingest import listfiles
+
+if TYPE_CHECKING:
+    import duckdb
+    import pyarrow as pa
+
+    from ingest.config import IngestConfig
+
+log = logging.getLogger("pairmill.ingest")
+
+PLAN = "ingest/plan.parquet"
+PLAN_COLUMNS = ("row", "uid", "url", "caption_raw")
+_CAPTIONS = b"pairmill.captions"
+MEMORY_GB = 2.0  # for DuckDB's sort; beyond that it spills
+_UID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what may name a file; other ids of the source are carried and hashed
+_INTEGER, _DECIMAL = re.compile(r"-?(0|[1-9]\d{0,17})"), re.compile(r"-?\d+(\.\d*)?([eE][-+]?\d+)?")
+
+
+def write_plan(config: IngestConfig, folder: Folder) -> None:
+    """Read the list of `config` and publish the plan; a plan that exists stays.
+
+    Raises:
+        InputError: no file, an empty list, a missing column, or a file that is not what its name says.
+    """
+    if folder.exists(PLAN):
+        return
+    import duckdb
+
+    source = listfiles.open_list(expand(config.urls), config.url_col, config.caption_col)
+    with duckdb.connect() as connection:
+        connection.execute(f"SET memory_limit = '{MEMORY_GB}GB'")
+        connection.execute(f"SET temp_directory = '{tempfile.gettempdir()}/pairmill-duckdb'")
+        try:
+            _load(connection, source, guess_types=True)
+        except duckdb.ConversionException as error:
+            log.info("a column that began with numbers holds other words too, so all are kept as text: %s", error)
+            source = listfiles.open_list(expand(config.urls), config.url_col, config.caption_col)
+            _load(connection, source, guess_types=False)
+        rows, distinct = connection.execute("SELECT count(*), approx_count_distinct(url) FROM list").fetchall()[0]
+        if source.refused:
+            log.warning("%d lines of the list are not rows of it and were left out", source.refused)
+        if not rows:
+            raise InputError(f"expected a list of URLs at {config.urls}, found no row in it")
+        units = max(1, -(-distinct // config.unit_urls))
+        log.info("%s: %d rows, about %d URLs, in %d units", config.urls, rows, distinct, units)
+        _publish(connection, folder, units, {_CAPTIONS: b"yes" if source.caption else b"no"})
+
+
+def plan_rows(folder: Folder) -> list[int]:
+    """Rows of each unit of the plan, in order."""
+    import pyarrow.parquet as pq
+
+    with folder.open(PLAN) as file, pq.ParquetFile(file) as plan:
+        return [plan.metadata.row_group(i).num_rows for i in range(plan.num_row_groups)]
+
+
+def read_unit(folder: Folder, number: int) -> pa.Table:
+    """Rows of one unit of the plan, in the list's order."""
+    import pyarrow.parquet as pq
+
+    with folder.open(PLAN) as file, pq.ParquetFile(file) as plan:
+        return plan.read_row_group(number, use_threads=False)
+
+
+def has_captions(schema: pa.Schema) -> bool:
+    """Whether the list had a caption column; in one that has none, an empty caption is no fault."""
+    return (schema.metadata or {}).get(_CAPTIONS) == b"yes"
+
+
+def source_fields(schema: pa.Schema) -> list[pa.Field[Any]]:
+    """The source's own columns in a plan."""
+    return [f for f in schema if f.name not in PLAN_COLUMNS]
+
+
+# ---- into DuckDB -------------------------------------------------------------------------------------------------------
+
+
+def _load(connection: duckdb.DuckDBPyConnection, source: listfiles.ListSource, *, guess_types: bool) -> None:
+    """The list as table `list`: row, url, caption_raw, source_uid where there is one, and the source's own columns."""
+    import pyarrow as pa
+
+    first, batches = source.start()
+    names = _own_names(first.schema, source)
+    columns = [f"{_quoted(source.url)} AS url", f"{_caption(source)} AS caption_raw"]
+    columns.append(f"{_quoted(source.uid) if source.uid else 'NULL'}::VARCHAR AS source_uid")
+    for name, own in names.items():
+        kind = _kind(first.column(name)) if guess_types and source.text else ""
+        columns.append(
+            f"{f'CAST(nullif({_quoted(name)}, $$$$) AS {kind})' if kind else _quoted(name)} AS {_quoted(own)}"
+        )
+    reader = pa.RecordBatchReader.from_batches(first.schema, batches)
+    connection.execute("DROP TABLE IF EXISTS list")
+    connection.register("incoming", reader)
+    connection.execute(
+        f"CREATE TABLE list AS SELECT row_number() OVER () - 1 AS row, {', '.join(columns)} FROM incoming"
+    )
+    connection.unregister("incoming")
+
+
+def _caption(source: listfiles.ListSource) -> str:
+    return f"{_quoted(source.caption)}::VARCHAR" if source.caption else "NULL::VARCHAR"
+
+
+def _own_names(schema: pa.Schema, source: listfiles.ListSource) -> dict[str, str]:
+    """Column of the source -> its name in the pairs; names that collide with ours get a prefix."""
+    from core.schema import pair_fields
+
+    taken = {f.name for f in pair_fields()} | set(PLAN_COLUMNS)
+    names: dict[str, str] = {}
+    for name in schema.names:
+        if name in (source.url, source.caption, source.uid) or name.startswith("__index_level_"):
+            continue
+        own = name
+        while own.lower() in taken:  # DuckDB's names have no case
+            own = f"source_{own}"
+        taken.add(own.lower())
+        names[name] = own
+    return names
+
+
+def _kind(column: pa.Array[Any]) -> str:
+    """DuckDB type of a text column by its first values; "" for text. Leading zeros mean an identifier, not a number."""
+    values = [v for v in column.to_pylist() if v]
+    if not values:
+        return ""
+    if all(_INTEGER.fullmatch(v) for v in values):
+        return "BIGINT"
+    if all(_DECIMAL.fullmatch(v) and not re.match(r"-?0\d", v) for v in values):
+        return "DOUBLE"
+    return "BOOLEAN" if all(v.lower() in ("true", "false") for v in values) else ""
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+# ---- out of DuckDB, unit by unit ---------------------------------------------------------------------------------------
+
+
+def _publish(connection: duckdb.DuckDBPyConnection, folder: Folder, units: int, metadata: dict[bytes, bytes]) -> None:
+    import pyarrow.parquet as pq
+
+    # md5, because DuckDB's own hash may change between its versions
+    reader = connection.sql(
+        f"SELECT (md5_number_lower(coalesce(url, '')) % {units})::BIGINT AS unit, * FROM list ORDER BY unit, row"
+    ).to_arrow_reader(100_000)
+    tables = (_identified(table).replace_schema_metadata(metadata) for table in _units(reader))
+    with folder.staged(PLAN) as path:
+        table = next(tables)
+        with pq.ParquetWriter(path, table.schema, compression="zstd") as writer:
+            writer.write_table(table, row_group_size=table.num_rows)
+            for table in tables:
+                writer.write_table(table, row_group_size=table.num_rows)
+
+
+def _units(reader: pa.RecordBatchReader) -> Iterator[pa.Table]:
+    """Whole units from batches that cut them anywhere."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    held: list[pa.Table] = []
+    current = None
+    for batch in reader:
+        table = pa.Table.from_batches([batch])
+        for unit in pc.unique(table["unit"]).to_pylist():
+            if held and unit != current:
+                yield pa.concat_tables(held).combine_chunks()
+                held = []
+            current = unit
+            held.append(table.filter(pc.equal(table["unit"], unit)))
+    if held:
+        yield pa.concat_tables(held).combine_chunks()
+
+
+def _identified(table: pa.Table) -> pa.Table:
+    """One unit with its uids: the source's own, else a hash of URL and raw caption; a repeated one is hashed again."""
+    import pyarrow as pa
+
+    seen: dict[str, int] = {}
+    uids = []
+    columns = (table[name].to_pylist() for name in ("url", "caption_raw", "source_uid"))
+    for url, caption, own in zip(*columns, strict=True):
+        if own is None or not _UID.fullmatch(own):
+            own = _hashed(f"{url or ''}\x00{caption or ''}" if own is None else own)
+        count = seen[own] = seen.get(own, 0) + 1
+        uids.append(own if count == 1 else _hashed(f"{own}\x00{count}"))
+    table = table.add_column(2, "uid", pa.array(uids, pa.string()))
+    return table.drop_columns(["unit", "source_uid"])
+
+
+def _hashed(text: str) -> str:
+    import xxhash
+
+    return xxhash.xxh3_128_hexdigest(text.encode())
