@@ -129,7 +129,12 @@ class VerifyShard:
             damage = [*self._samples(shard, rows, changed)]
             found += damage
             if changed and not damage:
-                found.append(_bad(shard.name, "its sha256 is not the listed one, though every sample is whole"))
+                found.append(
+                    _bad(
+                        shard.name,
+                        "its sha256 is not the listed one, though pictures and captions are whole: a header or KEY.json changed",
+                    )
+                )
         else:
             tick(unit.rows)
         return found

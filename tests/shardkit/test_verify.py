@@ -79,7 +79,7 @@ def test_a_changed_json_is_noticed_by_the_shards_hash(work: Path) -> None:
     data = (work / "shards/00000.tar").read_bytes()
     overwrite(work / "shards/00000.tar", data.index(b'"license"'), b'"LICENSE"')
     assert [(b["key"], b["reason"]) for b in verify(work)["bad"]] == [
-        ("", "its sha256 is not the listed one, though every sample is whole")
+        ("", "its sha256 is not the listed one, though pictures and captions are whole: a header or KEY.json changed")
     ]
 
 
