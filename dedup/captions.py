@@ -1,0 +1,99 @@
+"""A bare table of captions as the parts that signing reads, for `dedup --captions FILE`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import xxhash
+
+from core.errors import InputError, nearest
+from core.storage import Folder, expand
+
+if TYPE_CHECKING:
+    import duckdb
+
+    from dedup.config import DedupConfig
+
+HOME = "dedup/captions"
+ROWS = 200_000  # a part: some seconds of work
+_READERS = {
+    "parquet": "read_parquet([{}])",
+    "csv": "read_csv([{}], header = true, all_varchar = true)",
+    "tsv": "read_csv([{}], header = true, all_varchar = true, delim = '\t', quote = '', escape = '')",
+    "jsonl": "read_json([{}], format = 'newline_delimited')",
+    "json": "read_json([{}])",
+}
+
+
+def fingerprint(pattern: str) -> str:
+    """Digest of the names, sizes and last MiB of the files, as core.work.fingerprint makes it of parts."""
+    digest = xxhash.xxh3_128()
+    for path in expand(pattern):
+        parent, _, leaf = path.rpartition("/")
+        folder = Folder(parent or ".")
+        size = folder.size(leaf)
+        digest.update(f"{path} {size}\n".encode())
+        digest.update(folder.read_range(leaf, max(0, size - (1 << 20)), 1 << 20))
+    return digest.hexdigest()
+
+
+def stage(connection: duckdb.DuckDBPyConnection, folder: Folder, config: DedupConfig) -> str:
+    """Write the table as parts of uid, unit, row and caption, unless they are there; returns the folder of the parts.
+
+    Rows without a uid of their own are named by their number, in twelve digits.
+
+    Raises:
+        InputError: a file of an unknown kind, one that DuckDB cannot read, or no such column.
+    """
+    import duckdb
+
+    if folder.exists(f"{HOME}/whole"):
+        return HOME
+    folder.remove(HOME)
+    source = _source(config.captions)
+    try:
+        connection.execute("SET preserve_insertion_order = true")
+        names = [row[0] for row in connection.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()]
+        if config.caption_col not in names:
+            raise InputError(
+                f"{config.captions} has no column {config.caption_col!r}: {nearest(config.caption_col, names)}; name it "
+                "with --caption-col"
+            )
+        uid = "CAST(uid AS VARCHAR)" if "uid" in names else "NULL"
+        column = '"' + config.caption_col.replace('"', '""') + '"'
+        reader: Any = connection.sql(
+            f"SELECT {uid} AS uid, CAST({column} AS VARCHAR) AS caption FROM {source}"
+        ).to_arrow_reader(ROWS)
+        row = 0
+        for number, batch in enumerate(reader):
+            _write(folder, number, row, batch)
+            row += batch.num_rows
+        connection.execute("SET preserve_insertion_order = false")
+    except duckdb.Error as error:
+        raise InputError(f"{config.captions} cannot be read; DuckDB says: {error}") from error
+    if not row:
+        raise InputError(f"expected captions in {config.captions}, found no rows")
+    folder.write(f"{HOME}/whole", b"")
+    return HOME
+
+
+def _source(pattern: str) -> str:
+    files = expand(pattern)
+    kind = files[0].removesuffix(".gz").removesuffix(".zst").rsplit(".", 1)[-1].lower()
+    kind = {"ndjson": "jsonl", "pq": "parquet"}.get(kind, kind)
+    if kind not in _READERS:
+        raise InputError(f"--captions: expected a file of {', '.join(_READERS)} (also .gz, .zst), found {files[0]}")
+    return _READERS[kind].format(", ".join("'" + f.replace("'", "''") + "'" for f in files))
+
+
+def _write(folder: Folder, number: int, first: int, batch: pa.RecordBatch) -> None:
+    unit = f"u{number:06d}"
+    rows = pa.array(range(first, first + batch.num_rows), pa.int64())
+    named = pa.array([f"{row:012d}" for row in range(first, first + batch.num_rows)])
+    uid = pc.coalesce(batch["uid"].cast(pa.string()), named)
+    table = pa.table({"uid": uid, "unit": pa.array([unit] * batch.num_rows), "row": rows, "caption": batch["caption"]})
+    with folder.staged(f"{HOME}/{unit}.parquet") as path:
+        pq.write_table(table, path)

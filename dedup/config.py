@@ -1,0 +1,85 @@
+"""Settings of dedup. Cheap to import: no numpy, no duckdb."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from core.config import StageConfig, setting
+from core.errors import ConfigError
+
+MOST_BITS = 64  # image hashes are compared up to this distance, so that any radius below re-uses the comparisons
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DedupConfig(StageConfig):
+    """Find near-duplicate pairs and decide which to keep, with survivor, evidence and similarity of every removal.
+
+    \b
+    --policy  two pairs are duplicates when            kept of them
+    image     their pictures are the same              the best URL with all its captions
+    text      their captions are nearly the same       --max-images-per-caption
+    both      picture and caption are nearly the same  the best URL
+    either    one or the other is                      as image, then as text
+
+    Under every policy: the captions of one URL are different captions of one picture, so only equal ones fall; a picture
+    keeps at most --max-captions-per-image. Run it again with other settings to decide anew: what was computed is used
+    again.
+    """
+
+    captions: str = setting("")
+    """A bare table of captions to deduplicate instead of the work folder's pairs: parquet, csv, tsv, jsonl, .gz, a
+    glob. Its column `uid`, if any, names the rows."""
+    caption_col: str = setting("caption")
+    """Column of that table which holds the captions."""
+    policy: Literal["image", "text", "both", "either"] = setting("both", stable=False)
+    """What counts as a duplicate pair; the table above says what is kept."""
+    threshold: float = setting(0.8, stable=False)
+    """Jaccard similarity of word sets from which captions are near-duplicates, 0.3 to 1. 0.8 lets one word in ten
+    change; 1 wants the same words."""
+    image_bits: int = setting(40, stable=False)
+    """Largest distance in bits, of 256, between hashes of the same picture, 0 to 64. Recompression moves 4, a crop of 5 %
+    of the area 22; different photographs lie above 64."""
+    method: Literal["components", "greedy"] = setting("components", stable=False)
+    """`components` lets similarity chain from pair to pair; `greedy` removes only what is itself similar to the pair that
+    stays, and so removes 1 to 3 % less."""
+    max_captions_per_image: int = setting(5, stable=False)
+    """Most captions kept of one picture; 0 for no limit."""
+    max_images_per_caption: int = setting(10, stable=False)
+    """Most pictures kept of one caption under `text` and `either` (ALIGN: 10); 1 keeps each caption once."""
+    where: str = setting("", stable=False)
+    """SQL condition over `pairs` that a pair must meet, such as "width >= 200 AND lang = 'en'"."""
+    preset: tuple[str, ...] = setting((), stable=False)
+    """Published filter rules to apply: align, cc12m, coyo, datacomp-basic, laion, or a .sql file of yours. May be given
+    more than once."""
+    holdout: str = setting("", stable=False)
+    """SQL condition over `pairs` that marks the evaluation rows: always kept, never trained on, and training pairs with
+    one of their pictures are dropped."""
+    minhash: Literal["numpy", "datasketch"] = setting("numpy", stable=False)
+    """Who computes the caption signatures: `datasketch` is the slow reference (ten times slower)."""
+    memory_gb: float = setting(4.0, stable=False)
+    """Memory DuckDB may use before it spills to the temporary folder, in GB."""
+    dry_run: bool = setting(False, flags="--dry-run/--decide", stable=False)
+    """Report what would be dropped, rule by rule, and decide nothing."""
+
+    def decides(self) -> dict[str, object]:
+        """The settings that another decision over the same signatures may change."""
+        ignored = {"work", "workers", "engine", "fresh", "memory_gb", "dry_run", "captions", "caption_col"}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ignored}
+        return {**values, "preset": list(self.preset)}
+
+    def check(self) -> None:
+        """Raise ConfigError for a value outside its range or settings that contradict each other."""
+        if not 0.3 <= self.threshold <= 1:
+            raise ConfigError(f"--threshold: expected a similarity from 0.3 to 1, found {self.threshold:g}")
+        if not 0 <= self.image_bits <= MOST_BITS:
+            raise ConfigError(f"--image-bits: expected 0 to {MOST_BITS} bits, found {self.image_bits}")
+        if self.max_captions_per_image < 0 or self.max_images_per_caption < 1:
+            raise ConfigError(
+                "--max-captions-per-image starts at 0 (no limit) and --max-images-per-caption at 1, found "
+                f"{self.max_captions_per_image} and {self.max_images_per_caption}"
+            )
+        if self.memory_gb <= 0:
+            raise ConfigError(f"--memory-gb: expected more than 0, found {self.memory_gb:g}")
+        if self.captions and (self.where or self.preset or self.holdout):
+            raise ConfigError("--where, --preset and --holdout read the pairs of a work folder; leave out --captions")

@@ -1,0 +1,158 @@
+"""Filters as SQL over `pairs`: the user's condition, presets of published rules, and the mark of evaluation rows.
+
+A preset is a file of predicates, each with a name, a sentence, and optionally the column without which it does not apply:
+
+    -- rule min_side: the shorter side has at least 200 pixels
+    least(width, height) >= 200;
+    -- rule clip_score (if clip_score): the similarity of picture and caption is at least 0.30
+    clip_score >= 0.30;
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from core import catalog
+from core.errors import InputError, UsageError, nearest
+from core.schema import pair_fields
+
+if TYPE_CHECKING:
+    import duckdb
+
+    from dedup.config import DedupConfig
+
+Mask = npt.NDArray[np.bool_]
+_RULE = re.compile(r"^--\s*rule\s+(?P<name>[\w-]+)\s*(?:\(if\s+(?P<column>\w+)\))?\s*:", re.MULTILINE)
+_MISSING = re.compile(r'[Cc]olumn "(?P<name>[^"]+)" not found')
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named predicate. `reason` is what a pair carries that it drops."""
+
+    reason: str
+    predicate: str
+    needs: str | None = None
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """What the conditions say of each fetched pair, in order of (uid, unit, row). `passes` follows the order of rules."""
+
+    rules: list[Rule]
+    passes: list[Mask]
+    holdout: Mask | None
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Verdicts:
+        return Verdicts(
+            self.rules, [p[rows] for p in self.passes], None if self.holdout is None else self.holdout[rows]
+        )
+
+
+def judge(connection: duckdb.DuckDBPyConnection, config: DedupConfig) -> Verdicts | None:
+    """Evaluate every condition of `config` over the fetched pairs, or None where there is no condition.
+
+    Raises:
+        UsageError: a condition that DuckDB does not accept, in DuckDB's words.
+        InputError: an unknown preset, or one that needs a column which is missing or empty everywhere.
+    """
+    rules = [Rule("where", config.where)] if config.where else []
+    for name in config.preset:
+        rules += load_preset(name)
+    if not rules and not config.holdout:
+        return None
+    known = catalog.columns(connection, "pairs")
+    rules = [rule for rule in rules if rule.needs is None or rule.needs in known]
+    conditions = [*rules, Rule("holdout", config.holdout)] if config.holdout else rules
+    for condition in conditions:
+        _check(connection, condition, known)
+    answers = _answers(connection, conditions)
+    for rule in rules:
+        if ":" in rule.reason and len(answers[rule.reason]) and answers[rule.reason].mask.all():
+            raise InputError(_empty_column(rule, known))
+    decided = [np.asarray(answers[c.reason].filled(False), bool) for c in conditions]
+    return Verdicts(rules, decided[: len(rules)], decided[-1] if config.holdout else None)
+
+
+def _answers(connection: duckdb.DuckDBPyConnection, conditions: list[Rule]) -> dict[str, Any]:
+    """A masked array a condition; masked where SQL says NULL."""
+    chosen = ", ".join(f"CAST(({c.predicate}\n) AS BOOLEAN) AS c{i}" for i, c in enumerate(conditions))
+    sql = f"""SELECT {", ".join(f"c{i}" for i in range(len(conditions)))} FROM (
+        SELECT uid, unit, "row", {chosen} FROM pairs WHERE outcome = 'ok') ORDER BY uid, unit, "row" """
+    found = catalog.query(connection, sql).fetchnumpy()
+    return {c.reason: np.ma.asarray(found[f"c{i}"]) for i, c in enumerate(conditions)}
+
+
+def _check(connection: duckdb.DuckDBPyConnection, condition: Rule, known: list[str]) -> None:
+    """Let DuckDB bind one condition alone, so that its complaint can be put down to it."""
+    import duckdb
+
+    where = f"the preset's rule {condition.reason}" if ":" in condition.reason else f"--{condition.reason}"
+    try:
+        connection.execute(f"EXPLAIN SELECT CAST(({condition.predicate}\n) AS BOOLEAN) FROM pairs").fetchall()
+    except duckdb.Error as error:
+        missing = _MISSING.search(str(error))
+        if missing and ":" in condition.reason:
+            raise InputError(_missing_column(where, missing["name"], known)) from error
+        raise UsageError(f"{where} is not a condition over pairs; DuckDB says: {error}") from error
+
+
+def _missing_column(where: str, column: str, known: list[str]) -> str:
+    if column in {field.name for field in pair_fields()}:
+        return f"{where} needs the column {column}, which these pairs lack; make them again with `pairmill ingest`"
+    return (
+        f"{where} needs the column {column}, which pairs lack ({nearest(column, known)}); `pairmill ingest` keeps every "
+        f"column of its list, so put {column} into the list and ingest that"
+    )
+
+
+def _empty_column(rule: Rule, known: list[str]) -> str:
+    used = [name for name in known if re.search(rf"\b{re.escape(name)}\b", rule.predicate)]
+    hint = "; `pairmill ingest --lang` fills it" if "lang" in used else "; fill it or leave the preset out"
+    return f"the preset's rule {rule.reason} reads {' and '.join(used)}, which is empty in every pair{hint}"
+
+
+def load_preset(name: str) -> list[Rule]:
+    """The rules of a preset by name, or of a .sql file by path.
+
+    Raises:
+        InputError: there is no such preset, or the file holds no rule.
+    """
+    if name.endswith(".sql"):
+        try:
+            text, title = Path(name).read_text(encoding="utf-8"), Path(name).stem
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--preset: expected a readable .sql file at {name}, found none ({error})") from error
+    else:
+        known = preset_names()
+        if name not in known:
+            raise InputError(f"--preset: there is no preset {name!r}: {nearest(name, known)}")
+        text = resources.files("dedup.presets").joinpath(f"{name}.sql").read_text(encoding="utf-8")
+        title = name
+    rules = _parse(text, title)
+    if not rules:
+        raise InputError(f"--preset: {name} holds no rule; a rule starts with a line `-- rule NAME: what it asks`")
+    return rules
+
+
+def preset_names() -> list[str]:
+    """Presets that come with pairmill."""
+    files = resources.files("dedup.presets").iterdir()
+    return sorted(f.name.removesuffix(".sql") for f in files if f.name.endswith(".sql"))
+
+
+def _parse(text: str, title: str) -> list[Rule]:
+    heads = list(_RULE.finditer(text))
+    ends = [head.start() for head in heads[1:]] + [len(text)]
+    rules = []
+    for head, end in zip(heads, ends, strict=True):
+        body = [line for line in text[head.start() : end].splitlines() if not line.lstrip().startswith("--")]
+        rules.append(Rule(f"{title}:{head['name']}", "\n".join(body).strip().removesuffix(";"), head["column"]))
+    return rules

@@ -1,0 +1,249 @@
+"""The stage: pairs in, one decision a pair out.
+
+Signatures and verified edges are kept in the work folder, so deciding again under other settings only reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from core import catalog
+from core.errors import InputError
+from core.runner import cores
+from core.schema import decision_schema
+from core.storage import Folder
+from core.work import fingerprint, open_stage
+from dedup import bands, captions, filters, policy, store
+from dedup.clusters import components
+from dedup.config import DedupConfig
+from dedup.evidence import Likeness, Pairs, image_groups
+from dedup.match import Edges
+from dedup.sign import sign
+
+if TYPE_CHECKING:
+    import duckdb
+
+    from dedup.filters import Verdicts
+
+log = logging.getLogger("pairmill.dedup")
+I64 = npt.NDArray[np.int64]
+PARTS = "ingest/parts"
+ALARM_SHARE, ALARM_PAIRS = 0.01, 100  # a cluster of captions this large is boilerplate more often than repetition
+
+
+def run(config: DedupConfig) -> dict[str, Any]:
+    """Decide every fetched pair of the work folder, or every row of `config.captions`.
+
+    Returns: pairs, kept, dropped {reason: n}, clusters, seconds; also holdout, image_groups, rules (drops of each
+        condition, alone and in sequence), expected_recall {similarity: share}, largest (caption clusters) and settings.
+
+    Raises:
+        InputError: nothing was ingested yet, a preset is unknown, or a column is missing.
+        UsageError: a condition that DuckDB does not accept.
+        DataError: a part cannot be read.
+    """
+    start = time.monotonic()
+    config.check()
+    folder = Folder(config.work)
+    if config.captions:
+        inputs = captions.fingerprint(config.captions)
+    else:
+        if not folder.list(f"{PARTS}/*.parquet"):
+            raise InputError(f"{folder} holds no pairs yet; run `pairmill ingest` or `pairmill adopt` first")
+        inputs = fingerprint(folder, f"{PARTS}/*.parquet")
+    with open_stage(config, "dedup", home="dedup", inputs=inputs) as stage:
+        settings = config.decides()
+        if stage.finished is not None and not config.dry_run and stage.finished.get("settings") == settings:
+            log.info("dedup: already decided with these settings")
+            return stage.finished
+        with catalog.connect(folder, memory_gb=config.memory_gb) as connection:
+            summary = _decide(connection, folder, config)
+        summary |= {"seconds": round(time.monotonic() - start, 3), "settings": settings}
+        if config.dry_run:
+            return summary
+        finished = stage.finish(json.loads(json.dumps(summary)))
+    catalog.write(folder)
+    return finished
+
+
+def _decide(connection: duckdb.DuckDBPyConnection, folder: Folder, config: DedupConfig) -> dict[str, Any]:
+    connection.execute(f"SET threads = {config.workers or cores()}")
+    parts = captions.stage(connection, folder, config) if config.captions else PARTS
+    verdicts = None if config.captions else filters.judge(connection, config)
+    sign(folder, parts, by=config.minhash, workers=config.workers, engine=config.engine)
+    pairs, rows, read = store.load_pairs(connection, folder)
+    verdicts = None if verdicts is None else verdicts.take(rows)
+    groups = _groups(connection, folder, pairs, config)
+    likeness = Likeness(pairs, lambda keys: store.load_sets(folder, keys))
+    decisions, holdout, rules = _decisions(pairs, groups, likeness, verdicts, config)
+    dropped = _counts(decisions.reason[~decisions.kept])
+    if read > len(pairs):
+        dropped["repeated_row"] = read - len(pairs)
+    largest = _largest(connection, folder, parts, pairs, groups.caption)
+    summary = {
+        "pairs": read,
+        "kept": int(decisions.kept.sum()),
+        "dropped": dropped,
+        "clusters": len(np.unique(decisions.cluster[decisions.cluster >= 0])),
+        "holdout": int(holdout.sum()),
+        "image_groups": len(np.unique(groups.image)),
+        "rules": rules,
+        "expected_recall": _expected_recall(config.threshold),
+        "largest": largest,
+    }
+    _alarm(largest, len(pairs))
+    if not config.dry_run:
+        _publish(folder, pairs, groups, decisions, holdout, likeness)
+    return summary
+
+
+def _groups(connection: duckdb.DuckDBPyConnection, folder: Folder, pairs: Pairs, config: DedupConfig) -> policy.Groups:
+    """Who is the same as whom, for all fetched pairs."""
+    image_a, image_b = image_groups(pairs, _image_edges(connection, folder, pairs, config))
+    image = components(len(pairs), image_a, image_b)
+    rows = np.arange(len(pairs))
+    text = np.where(pairs.text == 0, rows, _first_of(pairs.text))
+    keys, first, inverse = np.unique(pairs.set_key, return_index=True, return_inverse=True)
+    edges = store.caption_edges(connection, folder, keys, config.threshold, config.minhash).at_least(config.threshold)
+    of_set = components(len(keys), edges.a, edges.b)
+    caption = np.where(pairs.set_key == 0, rows, components(len(pairs), rows, first[of_set[inverse]]))
+    return policy.Groups(pairs.url, image, text, caption)
+
+
+def _image_edges(connection: duckdb.DuckDBPyConnection, folder: Folder, pairs: Pairs, config: DedupConfig) -> Edges:
+    hashes, mirrored = pairs.hashes
+    return store.image_edges(connection, folder, hashes, mirrored).at_least(1 - config.image_bits / 256)
+
+
+def _first_of(keys: npt.NDArray[np.uint64]) -> I64:
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    return first[inverse]
+
+
+def _decisions(
+    pairs: Pairs, groups: policy.Groups, likeness: Likeness, verdicts: Verdicts | None, config: DedupConfig
+) -> tuple[policy.Decisions, npt.NDArray[np.bool_], list[dict[str, Any]]]:
+    """Conditions first, then the evaluation set, then the policy among what is left."""
+    decisions = policy.Decisions.all_kept(len(pairs))
+    holdout = np.zeros(len(pairs), bool)
+    rules = []
+    if verdicts is not None:
+        if verdicts.holdout is not None:
+            holdout = verdicts.holdout
+        for rule, passes in zip(verdicts.rules, verdicts.passes, strict=True):
+            failed = ~passes & ~holdout
+            hit = np.flatnonzero(failed & decisions.kept)
+            rules.append({"rule": rule.reason, "alone": int(failed.sum()), "in_sequence": len(hit)})
+            decisions.drop(hit, rule.reason, np.full(len(hit), -1))
+    policy.protect_holdout(decisions, holdout, groups.image)
+    rank = policy.ranked(*(pairs.numbers(name).astype(np.int64) for name in ("pixels", "words")))
+    policy.resolve(decisions, ~holdout, groups, rank, _rules(config), likeness.image, likeness.caption)
+    return decisions, holdout, rules
+
+
+def _rules(config: DedupConfig) -> policy.Rules:
+    return policy.Rules(
+        policy="text" if config.captions else config.policy,
+        method=config.method,
+        max_captions_per_image=config.max_captions_per_image,
+        max_images_per_caption=1 if config.captions else config.max_images_per_caption,
+        image_at_least=1 - config.image_bits / 256,
+        caption_at_least=config.threshold,
+    )
+
+
+def _publish(
+    folder: Folder,
+    pairs: Pairs,
+    groups: policy.Groups,
+    decisions: policy.Decisions,
+    holdout: npt.NDArray[np.bool_],
+    likeness: Likeness,
+) -> None:
+    folder.remove("dedup/done.json")  # it speaks of the decisions that are about to be replaced
+    uid = pairs.table["uid"].combine_chunks()
+    with_survivor = np.flatnonzero(decisions.survivor >= 0)
+    kinds, values = likeness.of_removals(
+        decisions.reason[with_survivor], with_survivor, decisions.survivor[with_survivor]
+    )
+    evidence, similarity = np.full(len(pairs), None, object), np.full(len(pairs), np.nan, np.float32)
+    evidence[with_survivor], similarity[with_survivor] = kinds, values
+    columns = [
+        uid,
+        pa.array(decisions.kept),
+        pa.array(holdout),
+        pa.array(decisions.reason, pa.string(), mask=decisions.kept),
+        uid.take(pa.array(decisions.cluster, mask=decisions.cluster < 0)),
+        uid.take(pa.array(groups.image)),
+        uid.take(pa.array(decisions.survivor, mask=decisions.survivor < 0)),
+        pa.array(evidence, pa.string()),
+        pa.array(similarity, pa.float32(), mask=np.isnan(similarity)),
+    ]
+    with folder.staged("dedup/clusters.parquet") as path:
+        pq.write_table(_cluster_table(uid, groups, decisions), path)
+    with folder.staged("dedup/decisions.parquet") as path:
+        pq.write_table(pa.Table.from_arrays(columns, schema=decision_schema()), path, compression="zstd")
+
+
+def _cluster_table(uid: pa.Array, groups: policy.Groups, decisions: policy.Decisions) -> pa.Table:
+    """Every group of two URLs or more: kind (`image`, `caption`, or `pair` for the policy's own), pairs, URLs, kept."""
+    tables = []
+    for kind, label in (("image", groups.image), ("caption", groups.caption), ("pair", decisions.cluster)):
+        at = np.flatnonzero(label >= 0)
+        name, inverse, size = np.unique(label[at], return_inverse=True, return_counts=True)
+        kept = np.bincount(inverse, decisions.kept[at], minlength=len(name)).astype(np.int64)
+        cells = np.unique(inverse.astype(np.int64) << 32 | groups.url[at])
+        urls = np.bincount(cells >> 32, minlength=len(name))
+        wanted = (urls > 1) | (kind == "pair")
+        columns = {
+            "cluster": uid.take(pa.array(name[wanted])),
+            "pairs": size[wanted],
+            "urls": urls[wanted],
+            "kept": kept[wanted],
+        }
+        tables.append(pa.table({"kind": pa.array([kind] * int(wanted.sum()), pa.string()), **columns}))
+    return pa.concat_tables(tables)
+
+
+def _expected_recall(threshold: float) -> dict[str, float]:
+    """Share of near-duplicate captions, by their similarity, that the bands are expected to bring together."""
+    _, rows = bands.rows_for(threshold)
+    at = sorted({round(threshold, 3), *(s for s in (0.6, 0.7, 0.8, 0.9, 1.0) if s >= threshold)})
+    return {f"{s:g}": round(bands.expected_recall(s, rows), 4) for s in at}
+
+
+def _counts(reasons: npt.NDArray[np.object_]) -> dict[str, int]:
+    names, counts = np.unique(reasons.astype(str), return_counts=True)
+    return dict(sorted(zip(names.tolist(), counts.tolist(), strict=True), key=lambda item: (-item[1], item[0])))
+
+
+def _largest(
+    connection: duckdb.DuckDBPyConnection, folder: Folder, parts: str, pairs: Pairs, caption: I64
+) -> list[dict[str, Any]]:
+    """The ten largest groups of near-equal captions, each with its first caption."""
+    name, count = np.unique(caption, return_counts=True)
+    top = np.lexsort((name, -count))[:10]
+    top = top[count[top] > 1]
+    uids = pairs.table["uid"].take(pa.array(name[top])).to_pylist()
+    source = folder.path(f"{parts}/*.parquet").replace("'", "''")
+    texts = f"SELECT uid, min(caption) FROM read_parquet('{source}', union_by_name=true)"
+    text = dict(connection.execute(f"{texts} WHERE uid IN (SELECT unnest(?)) GROUP BY uid", [uids]).fetchall())
+    return [{"pairs": int(count[t]), "caption": text.get(u), "uid": u} for t, u in zip(top, uids, strict=True)]
+
+
+def _alarm(largest: list[dict[str, Any]], pairs: int) -> None:
+    for group in largest:
+        if group["pairs"] >= max(ALARM_PAIRS, ALARM_SHARE * pairs):
+            log.warning(
+                "dedup: %s pairs say nearly the same as %r; boilerplate like this teaches nothing, drop it with --where",
+                f"{group['pairs']:,}",
+                (group["caption"] or "")[:80],
+            )

@@ -1,0 +1,217 @@
+"""What counts as a duplicate pair, which one stays, and why: arrays in, arrays out.
+
+N pairs, in order of uid; a group is named by its smallest row. The policies are a table in DedupConfig's docstring and in
+docs/design/dedup-policy.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from dedup.clusters import components, joined, leaders
+
+I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
+F32 = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
+Compare = Callable[[I64, I64], F32]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Labels [N]: pairs of one URL, of one picture, of the same normalised caption, of nearly the same caption."""
+
+    url: I64
+    image: I64
+    text: I64
+    caption: I64
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The settings of the policy; `image_at_least` and `caption_at_least` are similarities in [0, 1]."""
+
+    policy: str
+    method: str
+    max_captions_per_image: int
+    max_images_per_caption: int
+    image_at_least: float
+    caption_at_least: float
+
+
+@dataclass
+class Decisions:
+    """`reason` [N] is empty for a kept pair; `survivor` is a row number, -1 where there is none."""
+
+    reason: npt.NDArray[np.object_]
+    survivor: I64
+    cluster: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @classmethod
+    def all_kept(cls, n: int) -> Decisions:
+        return cls(np.full(n, "", object), np.full(n, -1, np.int64))
+
+    @property
+    def kept(self) -> Mask:
+        return self.reason == ""
+
+    def drop(self, rows: I64, reason: str, survivors: I64) -> None:
+        self.reason[rows] = reason
+        self.survivor[rows] = survivors
+
+
+def ranked(pixels: I64, words: I64) -> I64:
+    """Rank [N] of each pair, 0 the best: more pixels, then more different words, then the smaller uid."""
+    rank = np.empty(len(pixels), np.int64)
+    rank[np.lexsort((-words, -pixels))] = np.arange(len(pixels))
+    return rank
+
+
+def protect_holdout(decisions: Decisions, holdout: Mask, image: I64) -> None:
+    """Drop every pair that shows a picture of the evaluation set, whatever its caption."""
+    group, first = np.unique(image[holdout], return_index=True)
+    shown = decisions.kept & ~holdout & np.isin(image, group)
+    rows = np.flatnonzero(shown)
+    decisions.drop(rows, "holdout", np.flatnonzero(holdout)[first][np.searchsorted(group, image[rows])])
+
+
+def resolve(
+    decisions: Decisions,
+    free: Mask,
+    groups: Groups,
+    rank: I64,
+    rules: Rules,
+    image_like: Compare,
+    caption_like: Compare,
+) -> None:
+    """Apply the policy to the pairs that are still kept and `free` to be dropped, and name the clusters of all."""
+    policy = _Policy(decisions, free, groups, rank, rules, image_like, caption_like)
+    policy.equal_captions()
+    if rules.policy in ("image", "either"):
+        policy.one_url_of("image_duplicate", groups.image)
+    if rules.policy == "both":
+        policy.one_url_of("pair_duplicate", joined(groups.image, groups.caption))
+    if rules.policy in ("text", "either"):
+        policy.few_pictures_of_captions()
+    policy.few_captions_of_pictures()
+    decisions.cluster = clusters(decisions, groups, rules.policy)
+
+
+def clusters(decisions: Decisions, groups: Groups, policy: str) -> I64:
+    """The cluster of duplicates each pair is in, by its smallest row; -1 where it is in none.
+
+    A cluster has at least two URLs, or a pair that was dropped for another: several captions of one URL are none.
+    """
+    n = len(groups.url)
+    if policy == "either":
+        rows = np.arange(n)
+        label = components(n, np.concatenate((rows, rows)), np.concatenate((groups.image, groups.caption)))
+    else:
+        label = {"image": groups.image, "text": groups.caption}.get(policy, joined(groups.image, groups.caption))
+    many = np.zeros(n, bool)
+    urls = np.unique(joined(label, groups.url))
+    of, count = np.unique(label[urls], return_counts=True)
+    many[of[count > 1]] = True
+    dropped = np.isin(decisions.reason, ("pair_duplicate", "image_duplicate", "caption_duplicate"))
+    many[label[dropped]] = True
+    return np.where(many[label], label, -1)
+
+
+class _Policy:
+    def __init__(
+        self, decisions: Decisions, free: Mask, groups: Groups, rank: I64, rules: Rules, image: Compare, caption: Compare
+    ) -> None:  # fmt: skip
+        self.decisions, self.free, self.groups, self.rank, self.rules = decisions, free, groups, rank, rules
+        self.image_like, self.caption_like = image, caption
+
+    def _rows(self) -> I64:
+        return np.flatnonzero(self.decisions.kept & self.free)
+
+    def equal_captions(self) -> None:
+        """The same caption on the same picture is kept once."""
+        rows = self._rows()
+        cell = joined(self.groups.image[rows], self.groups.text[rows])
+        best = _best(cell, self.rank[rows])
+        gone = best != np.arange(len(rows))
+        self.decisions.drop(rows[gone], "pair_duplicate", rows[best[gone]])
+
+    def one_url_of(self, reason: str, label: I64) -> None:
+        """Of each group, the URL of its best pair stays with all its captions."""
+        rows = self._rows()
+        best = _best(self._cells(rows, label), self.rank[rows])
+        gone = self.groups.url[rows] != self.groups.url[rows[best]]
+        self.decisions.drop(rows[gone], reason, rows[best[gone]])
+
+    def few_pictures_of_captions(self) -> None:
+        """Of each group of captions, the best pictures stay, up to the limit."""
+        rows = self._rows()
+        rank = self.rank[rows]
+        cell = self._cells(rows, self.groups.caption)
+        shown = _best(joined(cell, self.groups.image[rows]), rank)  # the best pair of each picture stands for it
+        pictures = np.unique(shown)
+        place = np.zeros(len(rows), np.int64)
+        place[pictures] = _place(cell[pictures], rank[pictures])
+        gone = place[shown] >= self.rules.max_images_per_caption
+        self.decisions.drop(rows[gone], "caption_duplicate", rows[_best(cell, rank)[gone]])
+
+    def few_captions_of_pictures(self) -> None:
+        """Of each picture, the captions of the best URL first, up to the limit."""
+        if not self.rules.max_captions_per_image:
+            return
+        rows = self._rows()
+        rank, image = self.rank[rows], self.groups.image[rows]
+        of_url = rank[_best(self.groups.url[rows], rank)]
+        place = _place(image, _order((rank, of_url)))
+        gone = place >= self.rules.max_captions_per_image
+        best = _best(image, rank)
+        self.decisions.drop(rows[gone], "caption_cap", rows[best[gone]])
+
+    def _cells(self, rows: I64, label: I64) -> I64:
+        """Groups among `rows`; under `greedy` only what is similar to the best pair of its group stays with it."""
+        cell = joined(label[rows])
+        if self.rules.method != "greedy":
+            return cell
+        wants_image = label is not self.groups.caption
+        wants_caption = label is not self.groups.image
+
+        def similar(a: I64, b: I64) -> Mask:
+            close = np.ones(len(a), bool)
+            if wants_image:
+                close &= self.image_like(rows[a], rows[b]) >= np.float32(self.rules.image_at_least)
+            if wants_caption:
+                close &= self.caption_like(rows[a], rows[b]) >= np.float32(self.rules.caption_at_least)
+            return close
+
+        return leaders(cell, self.rank[rows], similar)
+
+
+def _order(keys: tuple[I64, ...]) -> I64:
+    """Rank by several keys, the last one first."""
+    rank = np.empty(len(keys[0]), np.int64)
+    rank[np.lexsort(keys)] = np.arange(len(keys[0]))
+    return rank
+
+
+def _best(label: I64, rank: I64) -> I64:
+    """The position of the best ranked member of each position's group."""
+    order = np.lexsort((rank, label))
+    new = np.ones(len(order), bool)
+    new[1:] = label[order[1:]] != label[order[:-1]]
+    best = np.empty(len(order), np.int64)
+    best[order] = order[np.flatnonzero(new)[np.cumsum(new) - 1]] if len(order) else order
+    return best
+
+
+def _place(label: I64, rank: I64) -> I64:
+    """How many members of its group rank before each position."""
+    order = np.lexsort((rank, label))
+    new = np.ones(len(order), bool)
+    new[1:] = label[order[1:]] != label[order[:-1]]
+    starts = np.flatnonzero(new)[np.cumsum(new) - 1] if len(order) else order
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order)) - starts
+    return place

@@ -1,0 +1,83 @@
+"""Builds ingest parts as Parquet files to core's schema, and reads decisions back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from core.imagehash import image_hash
+from core.schema import pair_schema
+from dedup.config import DedupConfig
+from dedup.keep import run
+
+
+def picture(seed: int, *, width: int = 200, height: int = 150) -> np.ndarray:
+    """A smooth random picture [H, W, 3], uint8: low frequencies strong, high ones weak, as in photographs."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[0:height, 0:width] / max(width, height)
+    image = np.zeros((height, width, 3))
+    for _ in range(60):
+        u, v = rng.uniform(-9, 9, 2)
+        wave = np.cos(2 * np.pi * (u * x + v * y) + rng.uniform(0, 7))
+        image += (wave / (0.3 + np.hypot(u, v)))[..., None] * rng.uniform(0.2, 1, 3)
+    image -= image.min()
+    return (255 * image / image.max()).astype(np.uint8)
+
+
+def pair(uid: str, caption: str | None, url: str, shows: object = None, side: int = 300, **more: Any) -> dict[str, Any]:
+    """A fetched row. `shows` decides the bytes (any value; defaults to the URL); hashes only where they are given."""
+    shows = url if shows is None else shows
+    return {
+        "uid": uid,
+        "url": url,
+        "caption": caption,
+        "caption_raw": caption,
+        "outcome": "ok",
+        "sha256": hashlib.sha256(repr(shows).encode()).hexdigest(),
+        "bytes": 9000,
+        "width": side,
+        "height": side,
+        **more,
+    }
+
+
+def hashes_of(pixels: np.ndarray) -> dict[str, bytes]:
+    direct, mirrored = image_hash(pixels)
+    return {"image_hash": direct, "image_hash_mirrored": mirrored}
+
+
+def write_parts(
+    work: Path, rows: Sequence[dict[str, Any]], sizes: Iterable[int] = (), source: Sequence[pa.Field[Any]] = ()
+) -> None:
+    """Write `rows` as `ingest/parts`, cut after `sizes` rows (the rest in the last part)."""
+    schema = pair_schema(list(source))
+    folder = work / "ingest" / "parts"
+    folder.mkdir(parents=True, exist_ok=True)
+    left, unit = list(rows), 0
+    for size in [*sizes, len(left)]:
+        taken, left = left[:size], left[size:]
+        if not taken:
+            continue
+        name = f"u{unit:06d}"
+        full = [{"unit": name, "row": i, **row} for i, row in enumerate(taken)]
+        pq.write_table(pa.Table.from_pylist(full, schema=schema), folder / f"{name}.parquet")
+        unit += 1
+
+
+def decide(work: Path, **settings: Any) -> dict[str, Any]:
+    return run(DedupConfig(work=str(work), workers=1, **settings))
+
+
+def decisions(work: Path) -> dict[str, dict[str, Any]]:
+    """uid -> its decision."""
+    return {row["uid"]: row for row in pq.read_table(work / "dedup" / "decisions.parquet").to_pylist()}
+
+
+def kept(work: Path) -> set[str]:
+    return {uid for uid, row in decisions(work).items() if row["kept"]}
