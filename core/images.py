@@ -306,7 +306,7 @@ def _open(body: bytes, formats: tuple[str, ...]) -> Image.Image:
     try:
         return Image.open(io.BytesIO(body), formats=formats)
     except Image.DecompressionBombError as error:
-        raise ImageError(Outcome.BOMB, str(error)) from error
+        raise ImageError(Outcome.BOMB, _words(error).partition(" exceeds")[0]) from error
     except Exception as error:  # plugins raise whatever they stumble over: struct, Syntax, Value, Type errors
         raise ImageError(Outcome.CORRUPT, _words(error)) from error
 

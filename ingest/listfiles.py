@@ -114,8 +114,9 @@ def _opened(name: str) -> Iterator[IO[bytes]]:
         elif name.lower().endswith((".zst", ".zstd")):
             import zstandard
 
-            with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False) as stream:
-                yield stream
+            frames = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
+            with io.BufferedReader(cast("io.RawIOBase", frames)) as stream:
+                yield cast("IO[bytes]", stream)
         else:
             yield raw
 
@@ -186,7 +187,7 @@ def _txt(source: ListSource) -> Iterator[pa.RecordBatch]:
 
     for name in source.files:
         with _readable(name), _opened(name) as file:
-            lines = (_text(line).strip().removeprefix("\ufeff") for line in io.BufferedReader(file))  # type: ignore[type-var]
+            lines = (_text(line).strip().removeprefix("\ufeff") for line in file)
             urls = (line for line in lines if line)
             while chunk := list(itertools.islice(urls, BATCH_ROWS)):
                 yield pa.record_batch({"url": pa.array(chunk, pa.string())})
@@ -202,13 +203,22 @@ def _dialect(form: str, head: str) -> dict[str, Any]:
 
 
 def _is_quoted(head: str) -> bool:
-    """Whether a tab-separated text quotes its fields: each that begins with a quote is a well-formed quoted field.
+    """Whether a tab-separated text quotes its fields.
 
     Published lists are mostly unquoted and hold captions that merely begin with a quote; read as quoted, one of them
-    swallows thousands of lines.
+    swallows thousands of lines. So quotes count only where they are needed to get equal numbers of fields, or where
+    each field that begins with one is a well-formed quoted field.
     """
-    fields = [f for line in head.splitlines()[:-1] or [head] for f in line.split("\t") if f.startswith('"')]
-    return bool(fields) and all(re.fullmatch(r'"(?:[^"]|"")*"', f) for f in fields)
+    lines = head.splitlines()[:-1] or [head]
+    split = [line.split("\t") for line in lines if line]
+    if len({len(fields) for fields in split}) > 1:
+        try:
+            records = list(csv.reader(io.StringIO(head, newline=""), delimiter="\t", strict=True))
+        except csv.Error:
+            return False
+        return len({len(record) for record in records[:-1] if record}) == 1
+    quoted = [f for fields in split for f in fields if f.startswith('"')]
+    return bool(quoted) and all(re.fullmatch(r'"(?:[^"]|"")*"', f) for f in quoted)
 
 
 def _delimited(form: str, name: str, names: list[str], positions: bool, source: ListSource) -> Iterator[pa.RecordBatch]:
@@ -259,7 +269,7 @@ def _records(form: str, name: str) -> Iterator[dict[str, Any] | None]:
                 raise InputError(f"expected a list of records in {name}, found a single {type(data).__name__}")
             yield from (r if isinstance(r, dict) else None for r in data)
             return
-        for line in io.BufferedReader(file):  # type: ignore[type-var]
+        for line in file:
             if line.strip():
                 try:
                     record = json.loads(_text(line).removeprefix("\ufeff"))
