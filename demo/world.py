@@ -17,7 +17,6 @@ No two captions of good rows share four fifths of their words, so that text dedu
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import shutil
@@ -58,7 +57,7 @@ BACKGROUNDS = {
     "mossy": (84, 98, 76),
     "cloudy": (176, 182, 190),
 }
-TEXTURES = ("plain", "striped", "dotted", "checked")
+TEXTURES = ("plain", "plain", "plain", "striped", "dotted", "checked")
 PLACES = tuple((dx, dy) for dy in (-1, 0, 1) for dx in (-1, 0, 1))
 HELD_OUT = frozenset((c, SHAPES[(i + step) % len(SHAPES)]) for i, c in enumerate(COLOURS) for step in (0, 3, 7))
 TRAINED = tuple((c, s) for c in COLOURS for s in SHAPES if (c, s) not in HELD_OUT)
@@ -138,21 +137,24 @@ def load_world(folder: Path) -> World:
 
 
 def write_urls(world: World, base_url: str, path: Path | None = None) -> Path:
-    """Writes the URL list for a server at `base_url` and returns its path (`urls.tsv` in the world's folder, or `path`).
+    """Writes the URL list for a server at `base_url` and returns its path (`urls.parquet` in the world's folder, or `path`).
 
-    Columns url, caption, planted, twin, tab separated; a value that holds a tab or a quote is quoted as in CSV. The order
-    is shuffled, always in the same way.
+    Columns url, caption, planted, twin; Parquet, because captions hold tabs and quotes. The order is shuffled, always in
+    the same way.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     rows = world.rows()
     Random(f"{world.seed}:order").shuffle(rows)
 
     def whole(part: str) -> str:
         return base_url + part if part.startswith("/") else part
 
-    table = [(whole(row.path), row.caption, row.planted, whole(row.twin)) for row in rows]
-    target = path or world.folder / "urls.tsv"
-    with target.open("w", encoding="utf-8", newline="") as out:
-        csv.writer(out, delimiter="\t", lineterminator="\n").writerows([("url", "caption", "planted", "twin"), *table])
+    columns = {"url": [whole(row.path) for row in rows], "caption": [row.caption for row in rows]}
+    columns |= {"planted": [row.planted for row in rows], "twin": [whole(row.twin) for row in rows]}
+    target = path or world.folder / "urls.parquet"
+    pq.write_table(pa.table(columns), target)
     return target
 
 
@@ -185,7 +187,7 @@ class Scene:
 
     @property
     def size(self) -> str:
-        return "small" if self.diameter < 0.42 else "large" if self.diameter > 0.58 else ""
+        return "small" if self.diameter < 0.52 else "large" if self.diameter > 0.68 else ""
 
     def mirrored(self) -> Scene:
         return replace(self, place=self.place and (-self.place[0], self.place[1]))
@@ -199,7 +201,7 @@ def scene(rng: Random, combination: tuple[str, str], kinds: int = 1, count: int 
         things.append(Thing(*other, rng.choice(TEXTURES)))
     backgrounds = [name for name in BACKGROUNDS if all(_contrast(thing.colour, name) > 130 for thing in things)]
     single = len(things) == 1 and count == 1
-    diameter = rng.uniform(0.34, 0.68) if single else rng.uniform(0.36, 0.45)
+    diameter = rng.uniform(0.42, 0.78) if single else rng.uniform(0.40, 0.48)
     return Scene(tuple(things), rng.choice(backgrounds), diameter, rng.choice(PLACES) if single else None)
 
 
@@ -221,14 +223,10 @@ _ROWS, _SIDES = {-1: "top", 0: "", 1: "bottom"}, {-1: "left", 0: "", 1: "right"}
 _NUMBERS = {2: "two", 3: "three", 4: "four"}
 
 
-def _with_article(words: str) -> str:
-    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
-
-
 def _noun(thing: Thing, adjectives: str) -> str:
     name = f"{adjectives} {thing.colour} {thing.shape}".strip()
     if thing.count == 1:
-        return _with_article(name)
+        return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
     return f"{_NUMBERS[thing.count]} {name}{'es' if thing.shape.endswith('s') else 's'}"
 
 
@@ -442,7 +440,7 @@ class Studio:
         self.good: list[tuple[Row, Scene]] = []
         self._progress = progress
         self._done = 0
-        self._eval_each = max(3, min(24, pictures // 100))
+        self._eval_each = max(2, min(24, pictures // 100))
         self._total = pictures + len(CLASSES) * self._eval_each
 
     def build(self) -> None:
