@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pairmill.catalog")
 
-# view -> (files, the function that reads them, the verb that makes them)
+# view -> (files, the function that reads them, the verb that makes them); names with a dot are what a killed writer left
 _PARTS = "read_parquet('{}', union_by_name=true)"
 _TABLE = "read_parquet('{}')"
 # The file of a live run may end in half a line, which becomes a row of nulls.
 _LINES = "read_json_auto('{}', format='newline_delimited', ignore_errors=true, union_by_name=true, filename=true)"
 VIEWS: dict[str, tuple[str, str, str]] = {
-    "pairs": ("ingest/parts/*.parquet", _PARTS, "ingest"),
-    "signatures": ("dedup/signatures/*.parquet", _PARTS, "dedup"),
+    "pairs": ("ingest/parts/[!.]*.parquet", _PARTS, "ingest"),
+    "signatures": ("dedup/signatures/[!.]*.parquet", _PARTS, "dedup"),
     "clusters": ("dedup/clusters.parquet", _TABLE, "dedup"),
     "decisions": ("dedup/decisions.parquet", _TABLE, "dedup"),
     "samples": ("shards/samples.parquet", _TABLE, "shard"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -29,9 +30,15 @@ _READERS = {
 
 
 def fingerprint(pattern: str) -> str:
-    """Digest of the names, sizes and last MiB of the files, as core.work.fingerprint makes it of parts."""
+    """Digest of the names, sizes and last MiB of the files, as core.work.fingerprint makes it of parts.
+
+    Raises:
+        InputError: nothing is there, or it is of an unknown kind.
+    """
+    files = expand(pattern)
+    _kind(files[0])
     digest = xxhash.xxh3_128()
-    for path in expand(pattern):
+    for path in files:
         parent, _, leaf = path.rpartition("/")
         folder = Folder(parent or ".")
         size = folder.size(leaf)
@@ -40,7 +47,7 @@ def fingerprint(pattern: str) -> str:
     return digest.hexdigest()
 
 
-def stage(connection: duckdb.DuckDBPyConnection, folder: Folder, config: DedupConfig) -> str:
+def stage(folder: Folder, config: DedupConfig) -> str:
     """Write the table as parts of uid, unit, row and caption, unless they are there; returns the folder of the parts.
 
     Rows without a uid of their own are named by their number, in twelve digits.
@@ -55,23 +62,11 @@ def stage(connection: duckdb.DuckDBPyConnection, folder: Folder, config: DedupCo
     folder.remove(HOME)
     source = _source(config.captions)
     try:
-        connection.execute("SET preserve_insertion_order = true")
-        names = [row[0] for row in connection.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()]
-        if config.caption_col not in names:
-            raise InputError(
-                f"{config.captions} has no column {config.caption_col!r}: {nearest(config.caption_col, names)}; name it "
-                "with --caption-col"
-            )
-        uid = "CAST(uid AS VARCHAR)" if "uid" in names else "NULL"
-        column = '"' + config.caption_col.replace('"', '""') + '"'
-        reader: Any = connection.sql(
-            f"SELECT {uid} AS uid, CAST({column} AS VARCHAR) AS caption FROM {source}"
-        ).to_arrow_reader(ROWS)
-        row = 0
-        for number, batch in enumerate(reader):
-            _write(folder, number, row, batch)
-            row += batch.num_rows
-        connection.execute("SET preserve_insertion_order = false")
+        with duckdb.connect() as connection:
+            row = 0
+            for number, batch in enumerate(_batches(connection, source, config)):
+                _write(folder, number, row, batch)
+                row += batch.num_rows
     except duckdb.Error as error:
         raise InputError(f"{config.captions} cannot be read; DuckDB says: {error}") from error
     if not row:
@@ -80,13 +75,32 @@ def stage(connection: duckdb.DuckDBPyConnection, folder: Folder, config: DedupCo
     return HOME
 
 
+def _batches(connection: duckdb.DuckDBPyConnection, source: str, config: DedupConfig) -> Iterator[pa.RecordBatch]:
+    """The table in its own order, as batches of uid and caption."""
+    connection.execute(f"SET memory_limit = '{config.memory_gb}GB'")
+    names = [row[0] for row in connection.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()]
+    if config.caption_col not in names:
+        raise InputError(
+            f"{config.captions} has no column {config.caption_col!r}: {nearest(config.caption_col, names)}; name it with "
+            "--caption-col"
+        )
+    uid = "CAST(uid AS VARCHAR)" if "uid" in names else "CAST(NULL AS VARCHAR)"
+    column = '"' + config.caption_col.replace('"', '""') + '"'
+    reader: Any = connection.sql(f"SELECT {uid} AS uid, CAST({column} AS VARCHAR) AS caption FROM {source}")
+    yield from reader.to_arrow_reader(ROWS)
+
+
 def _source(pattern: str) -> str:
     files = expand(pattern)
-    kind = files[0].removesuffix(".gz").removesuffix(".zst").rsplit(".", 1)[-1].lower()
-    kind = {"ndjson": "jsonl", "pq": "parquet"}.get(kind, kind)
+    return _READERS[_kind(files[0])].format(", ".join("'" + f.replace("'", "''") + "'" for f in files))
+
+
+def _kind(path: str) -> str:
+    ending = path.removesuffix(".gz").removesuffix(".zst").rsplit(".", 1)[-1].lower()
+    kind = {"ndjson": "jsonl", "pq": "parquet"}.get(ending, ending)
     if kind not in _READERS:
-        raise InputError(f"--captions: expected a file of {', '.join(_READERS)} (also .gz, .zst), found {files[0]}")
-    return _READERS[kind].format(", ".join("'" + f.replace("'", "''") + "'" for f in files))
+        raise InputError(f"--captions: expected a file of {', '.join(_READERS)} (also .gz, .zst), found {path}")
+    return kind
 
 
 def _write(folder: Folder, number: int, first: int, batch: pa.RecordBatch) -> None:

@@ -16,15 +16,16 @@ class DedupConfig(StageConfig):
     """Find near-duplicate pairs and decide which to keep, with survivor, evidence and similarity of every removal.
 
     \b
-    --policy  two pairs are duplicates when            kept of them
-    image     their pictures are the same              the best URL with all its captions
-    text      their captions are nearly the same       --max-images-per-caption
-    both      picture and caption are nearly the same  the best URL
-    either    one or the other is                      as image, then as text
+    --policy  duplicates are pairs of              of them stays
+    image     the same picture                     the best URL, all its captions
+    text      nearly the same caption              --max-images-per-caption
+    both      the same picture, nearly the same    the best URL
+              caption
+    either    the one or the other                 as image, then as text
 
-    Under every policy: the captions of one URL are different captions of one picture, so only equal ones fall; a picture
-    keeps at most --max-captions-per-image. Run it again with other settings to decide anew: what was computed is used
-    again.
+    Under every policy the captions of one URL are different captions of one picture, so only equal ones fall; and a
+    picture keeps at most --max-captions-per-image. Run it again with other settings to decide anew: signatures and
+    comparisons are used again.
     """
 
     captions: str = setting("")

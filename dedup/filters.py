@@ -150,9 +150,9 @@ def preset_names() -> list[str]:
 
 def _parse(text: str, title: str) -> list[Rule]:
     heads = list(_RULE.finditer(text))
-    ends = [head.start() for head in heads[1:]] + [len(text)]
     rules = []
-    for head, end in zip(heads, ends, strict=True):
+    for i, head in enumerate(heads):
+        end = heads[i + 1].start() if i + 1 < len(heads) else len(text)
         body = [line for line in text[head.start() : end].splitlines() if not line.lstrip().startswith("--")]
         rules.append(Rule(f"{title}:{head['name']}", "\n".join(body).strip().removesuffix(";"), head["column"]))
     return rules

@@ -26,7 +26,7 @@ from dedup.clusters import components
 from dedup.config import DedupConfig
 from dedup.evidence import Likeness, Pairs, image_groups
 from dedup.match import Edges
-from dedup.sign import sign
+from dedup.sign import sign, units_of
 
 if TYPE_CHECKING:
     import duckdb
@@ -64,8 +64,13 @@ def run(config: DedupConfig) -> dict[str, Any]:
         if stage.finished is not None and not config.dry_run and stage.finished.get("settings") == settings:
             log.info("dedup: already decided with these settings")
             return stage.finished
+        parts = captions.stage(folder, config) if config.captions else PARTS
+        units = units_of(folder, parts)
         with catalog.connect(folder, memory_gb=config.memory_gb) as connection:
-            summary = _decide(connection, folder, config)
+            connection.execute(f"SET threads = {config.workers or cores()}")
+            verdicts = None if config.captions else filters.judge(connection, config)
+            sign(folder, parts, units, by=config.minhash, workers=config.workers, engine=config.engine)
+            summary = _decide(connection, folder, parts, verdicts, config)
         summary |= {"seconds": round(time.monotonic() - start, 3), "settings": settings}
         if config.dry_run:
             return summary
@@ -74,11 +79,9 @@ def run(config: DedupConfig) -> dict[str, Any]:
     return finished
 
 
-def _decide(connection: duckdb.DuckDBPyConnection, folder: Folder, config: DedupConfig) -> dict[str, Any]:
-    connection.execute(f"SET threads = {config.workers or cores()}")
-    parts = captions.stage(connection, folder, config) if config.captions else PARTS
-    verdicts = None if config.captions else filters.judge(connection, config)
-    sign(folder, parts, by=config.minhash, workers=config.workers, engine=config.engine)
+def _decide(
+    connection: duckdb.DuckDBPyConnection, folder: Folder, parts: str, verdicts: Verdicts | None, config: DedupConfig
+) -> dict[str, Any]:
     pairs, rows, read = store.load_pairs(connection, folder)
     verdicts = None if verdicts is None else verdicts.take(rows)
     groups = _groups(connection, folder, pairs, config)

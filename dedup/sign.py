@@ -67,25 +67,30 @@ SETS = pa.schema(
 )
 
 
-def sign(folder: Folder, parts: str, *, by: str, workers: int, engine: str) -> None:
+def sign(folder: Folder, parts: str, units: Sequence[Unit], *, by: str, workers: int, engine: str) -> None:
     """Sign every part of `parts` (`ingest/parts`) that has no signatures yet.
 
     Args:
+        units: of `units_of`.
         by: `numpy` or `datasketch`.
 
     Raises:
         DataError: a part cannot be read.
     """
-    units = _units(folder, parts)
-    folder.sweep("dedup/signatures")
-    folder.sweep("dedup/sets")
+    for home in ("signatures", "sets"):
+        folder.sweep(f"dedup/{home}")
     task = functools.partial(_sign_part, folder=folder, parts=parts, by=by)
     done = functools.partial(_is_signed, folder=folder, by=by)
     for _ in run_units(units, task, done=done, workers=workers, engine=engine, label="dedup: sign"):
         pass
 
 
-def _units(folder: Folder, parts: str) -> list[Unit]:
+def units_of(folder: Folder, parts: str) -> list[Unit]:
+    """One unit a part; opening each proves that it is whole.
+
+    Raises:
+        DataError: one is not.
+    """
     units, start = [], 0
     for name in folder.list(f"{parts}/*.parquet"):
         with _opened(folder, name) as file:

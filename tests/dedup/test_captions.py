@@ -1,0 +1,223 @@
+"""Caption matching against an exact oracle, and the rule of tokens."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from core.errors import InputError
+from dedup import minhash
+from dedup.tokens import as_sets, fold, tokenise
+from tests.dedup.parts import decide, decisions, kept, pair, write_parts
+
+THRESHOLD = 0.8
+
+
+def planted(n: int, seed: int = 7) -> list[str]:
+    """`n` captions of 5 to 20 words of a Zipf-like vocabulary; a third are edits of one or two words of an earlier one."""
+    rng = random.Random(seed)
+    vocabulary = [f"w{i}" for i in range(3000)]
+    weights = [1 / (i + 3) for i in range(3000)]
+    captions: list[str] = []
+    while len(captions) < n:
+        if captions and rng.random() < 0.33:
+            words = rng.choice(captions).split()
+            for _ in range(rng.randint(1, 2)):
+                place = rng.randrange(len(words))
+                edit = rng.random()
+                if edit < 0.4:
+                    words[place] = rng.choice(vocabulary)
+                elif edit < 0.7 and len(words) > 5:
+                    del words[place]
+                else:
+                    words.insert(place, rng.choice(vocabulary))
+        else:
+            words = rng.choices(vocabulary, weights, k=rng.randint(5, 20))
+        captions.append(" ".join(words))
+    return captions
+
+
+def oracle(captions: list[str], threshold: float) -> set[tuple[int, int]]:
+    """Pairs of captions of five words or more at or above the threshold, found through shared rare words, and a chain
+    through each group of equal sets."""
+    sets = [frozenset(c.split()) for c in captions]
+    count = Counter(word for s in sets for word in s)
+    index: dict[str, list[int]] = {}
+    for i, words in enumerate(sets):
+        rare = sorted(words, key=lambda w: (count[w], w))
+        for word in rare[: len(words) - int(np.ceil(threshold * len(words) - 1e-9)) + 1]:
+            index.setdefault(word, []).append(i)
+    near = {pair for rows in index.values() for pair in combinations(rows, 2)}
+    first: dict[frozenset[str], int] = {}
+    equal = {(first[s], i) for i, s in enumerate(sets) if first.setdefault(s, i) != i}
+    big = {i for i, s in enumerate(sets) if len(s) >= 5}
+    return equal | {
+        (i, j)
+        for i, j in near
+        if i in big and j in big and len(sets[i] & sets[j]) >= threshold * len(sets[i] | sets[j]) - 1e-9
+    }
+
+
+def components(n: int, pairs: set[tuple[int, int]]) -> list[int]:
+    parent = list(range(n))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for i, j in pairs:
+        parent[max(root(i), root(j))] = min(root(i), root(j))
+    return [root(i) for i in range(n)]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    work, captions = tmp_path_factory.mktemp("world"), planted(6000)
+    write_parts(work, [pair(f"p{i:05d}", c, f"http://x/{i}") for i, c in enumerate(captions)], sizes=[2500, 1500])
+    decide(work, policy="text", max_images_per_caption=1)
+    return work, captions
+
+
+def test_recall_and_precision_against_the_oracle(world: tuple[Path, list[str]]) -> None:
+    work, captions = world
+    truth = oracle(captions, THRESHOLD)
+    table = pq.read_table(work / "dedup" / "edges" / "captions-5.parquet").filter(
+        pa.compute.field("similarity") >= THRESHOLD
+    )
+    _, keys, _ = as_sets(pa.array(captions))
+    rows = {int(k): i for i, k in reversed(list(enumerate(keys)))}
+    found = [
+        (rows[a], rows[b], s) for a, b, s in zip(*(table[c].to_pylist() for c in ("a", "b", "similarity")), strict=True)
+    ]
+    for a, b, similarity in found:  # precision: every edge is exactly as similar as it says
+        left, right = set(captions[a].split()), set(captions[b].split())
+        assert similarity == pytest.approx(len(left & right) / len(left | right))
+    # recall: rows that the oracle removes (all but one of each component) and we do too
+    ours, theirs = components(6000, {(min(a, b), max(a, b)) for a, b, _ in found}), components(6000, truth)
+    same = {i for i, key in enumerate(keys) if rows[int(key)] != i}  # equal sets, joined by their key
+    removed = {i for i, r in enumerate(theirs) if r != i}
+    missed = {i for i in removed if ours[i] == i and i not in same}
+    assert len(removed) > 1200
+    assert len(missed) / len(removed) <= 0.005
+
+
+def test_decisions_follow_the_oracle(world: tuple[Path, list[str]]) -> None:
+    work, captions = world
+    label = components(6000, oracle(captions, THRESHOLD))
+    expected = len(set(label))
+    assert abs(len(kept(work)) - expected) <= 0.005 * (6000 - expected)
+    for uid, row in decisions(work).items():
+        if not row["kept"]:  # precision 1: nothing is removed for a pair outside its own component
+            assert label[int(uid[1:])] == label[int(row["survivor"][1:])]
+
+
+def test_minhash_estimates_jaccard_without_bias() -> None:
+    left = [" ".join(f"a{i}-{j}".replace("-", "x") for j in range(20)) for i in range(400)]
+    right = [" ".join(c.split()[:16] + [f"b{i}x{j}" for j in range(4)]) for i, c in enumerate(left)]
+    sets, _, _ = as_sets(pa.array(left + right))
+    true = 16 / 24
+    for make in (minhash.signatures, minhash.with_datasketch):
+        values = make(sets, np.arange(800))
+        estimate = (values[:400] == values[400:]).mean(axis=1)
+        # 400 estimates of 60 permutations each: the mean's standard error is 0.003
+        assert abs(estimate.mean() - true) < 0.012, make.__name__
+        assert estimate.std() < 1.25 * np.sqrt(true * (1 - true) / 60)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("A Red-Brick  HOUSE, (front)!", "a red brick house front"),
+        ("ＦＵＬＬ ｗｉｄｔｈ №5", "full width no5"),
+        ("Straße Ünïté", "strasse ünïté"),
+        ("हिन्दी में चित्र", "हिन्दी में चित्र"),
+        ("一个女人 red 猫", "一个 个女 女人 red 猫"),
+        ("𠀀𠀁𠀂!", "𠀀𠀁 𠀁𠀂"),
+        ("… 🙂 —", ""),
+    ],
+)
+def test_what_a_word_is(text: str, words: str) -> None:
+    assert fold(text) == words
+    tokens = tokenise(pa.array([text, None, "zebra " + text]))
+    assert tokens.lengths.tolist() == [len(words.split()), 0, len(words.split()) + 1]
+
+
+def test_ascii_and_unicode_paths_agree() -> None:
+    captions = [*planted(200), "It's a TEST\twith\ntabs", "", "  ", "x"]
+    plain, _, _ = as_sets(pa.array(captions))
+    assert [fold(c).split() for c in captions] == _words(captions)
+    assert plain.lengths.tolist() == [len(set(fold(c).split())) for c in captions]
+
+
+def _words(captions: list[str]) -> list[list[str]]:
+    tokens = tokenise(pa.array(captions))
+    hashes = tokens.hashes()
+    spelled = {}
+    for caption in captions:
+        for word in fold(caption).split():
+            spelled[int(tokenise(pa.array([word])).hashes()[0])] = word
+    return [[spelled[int(h)] for h in hashes[a:b]] for a, b in zip(tokens.offsets, tokens.offsets[1:], strict=False)]
+
+
+def test_slices_of_arrow_arrays(world: tuple[Path, list[str]]) -> None:
+    whole = pa.array(world[1][:100])
+    _, keys, sequence = as_sets(whole)
+    _, part, part_sequence = as_sets(whole.slice(40, 20))
+    assert part.tolist() == keys[40:60].tolist() and part_sequence.tolist() == sequence[40:60].tolist()
+
+
+def test_chinese_captions_match_by_pairs_of_characters(tmp_path: Path) -> None:
+    rows = [
+        pair("p0", "一个穿着红色泳装的女人躺在蓝色的海水里", "http://x/0"),
+        pair("p1", "一个穿着红色泳装的女人躺在蓝色的海水里。", "http://x/1"),
+        pair("p2", "一个穿着红色泳装的女人躺在蓝色海水里", "http://x/2"),
+        pair("p3", "一对恋人在公园的河边拥抱", "http://x/3"),
+    ]
+    write_parts(tmp_path, rows)
+    decide(tmp_path, policy="text", max_images_per_caption=1)
+    found = decisions(tmp_path)
+    assert kept(tmp_path) == {"p0", "p3"}
+    assert found["p1"]["evidence"] == "caption" and found["p2"]["evidence"] == "minhash"
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "tsv.gz", "jsonl"])
+def test_a_bare_table_of_captions(tmp_path: Path, suffix: str) -> None:
+    captions = ['a "red" car drives down the long road', "two dogs, one ball and a lot of fun", "", ""]
+    captions += ["A red car drives down the long road!", "two dogs one ball and a whole lot of fun"]
+    table = _written(tmp_path, suffix, captions)
+    work = tmp_path / "work"
+    summary = decide(work, captions=str(table), caption_col="text")
+    assert (summary["pairs"], summary["kept"]) == (6, 4)
+    found = decisions(work)
+    assert [found[f"{i:012d}"]["survivor"] for i in (4, 1)] == ["000000000000", "000000000005"]
+    assert summary["dropped"] == {"caption_duplicate": 2}
+    with pytest.raises(InputError, match=r"no column 'caption': .*'?text.*--caption-col"):
+        decide(tmp_path / "other", captions=str(table))
+
+
+def _written(folder: Path, suffix: str, captions: list[str]) -> Path:
+    import csv
+    import gzip
+    import json
+
+    path = folder / f"table.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.table({"text": captions}), path)
+    elif suffix == "csv":
+        with path.open("w", newline="") as file:
+            csv.writer(file, quoting=csv.QUOTE_ALL).writerows([["text", "n"], *([c, "1"] for c in captions)])
+    elif suffix == "jsonl":
+        path.write_text("".join(json.dumps({"text": c}) + "\n" for c in captions))
+    else:
+        with gzip.open(path, "wt") as file:
+            file.write("text\tn\n" + "".join(f"{c}\t1\n" for c in captions))
+    return path

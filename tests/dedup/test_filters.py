@@ -1,0 +1,154 @@
+"""Conditions in SQL: what they drop, how they are counted, and what a wrong one is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from core.errors import ConfigError, InputError, UsageError
+from dedup.filters import load_preset, preset_names
+from tests.dedup.parts import decide, decisions, kept, pair, write_parts
+
+LONG = "a photograph of the old town hall on a sunny day in spring"
+
+
+def _row(uid: str, caption: str = LONG, **more: Any) -> dict[str, Any]:
+    row = pair(uid, f"{caption}", f"http://x/{uid}", lang="en")
+    return {**row, "bytes": 60_000, "width": 500, "height": 450, **more}
+
+
+def test_where_drops_what_does_not_meet_it(tmp_path: Path) -> None:
+    score = pa.field("score", pa.float64())
+    rows = [{**_row("a"), "score": 0.5}, {**_row("b"), "score": 0.1}, {**_row("c"), "score": None}]
+    write_parts(tmp_path, rows, source=[score])
+    summary = decide(tmp_path, where="score > 0.3 -- comments are fine")
+    assert kept(tmp_path) == {"a"}
+    assert decisions(tmp_path)["b"]["reason"] == "where" and summary["dropped"] == {"where": 2}
+
+
+def test_what_a_filter_drops_stands_for_nothing(tmp_path: Path) -> None:
+    write_parts(tmp_path, [_row("a", width=900), {**_row("b"), "url": "http://x/b"}])
+    decide(tmp_path, policy="text", max_images_per_caption=1)
+    assert kept(tmp_path) == {"a"}
+    decide(tmp_path, policy="text", max_images_per_caption=1, where="width < 800")
+    assert kept(tmp_path) == {"b"}
+
+
+@pytest.mark.parametrize("name", ["align", "cc12m", "coyo", "datacomp-basic", "laion"])
+def test_every_preset_keeps_a_good_pair_and_drops_a_bad_one(tmp_path: Path, name: str) -> None:
+    bad = _row("bad", "x x x", lang="de", width=2000, height=100, bytes=900)
+    write_parts(tmp_path, [_row("good"), bad])
+    summary = decide(tmp_path, preset=(name,))
+    assert name in preset_names()
+    assert kept(tmp_path) == {"good"}
+    assert str(decisions(tmp_path)["bad"]["reason"]).startswith(f"{name}:")
+    assert {r["rule"] for r in summary["rules"]} <= {r.reason for r in load_preset(name)}
+
+
+def test_published_thresholds_of_datacomp_basic(tmp_path: Path) -> None:
+    rows = [
+        _row("side", width=199),
+        _row("side_ok", width=200, height=200),
+        _row("aspect", width=601, height=200),
+        _row("aspect_ok", width=600, height=200),
+        _row("words", "two words"),
+        _row("words_ok", "now three words"),
+        _row("characters", "a b c"),
+        _row("characters_ok", "a b cd"),
+        _row("english", lang="fr"),
+    ]
+    write_parts(tmp_path, rows)
+    summary = decide(tmp_path, preset=("datacomp-basic",), policy="image")
+    found = {u: r["reason"] for u, r in decisions(tmp_path).items()}
+    for uid in ("aspect", "words", "characters", "english"):
+        assert found[uid] == f"datacomp-basic:{uid}"
+    assert found["side"] == "datacomp-basic:min_side"
+    assert kept(tmp_path) == {"side_ok", "aspect_ok", "words_ok", "characters_ok"}
+    assert {r["rule"].split(":")[1]: r["alone"] for r in summary["rules"]} == {
+        "english": 1,
+        "words": 1,
+        "characters": 1,
+        "min_side": 1,
+        "aspect": 1,
+    }
+
+
+def test_rules_are_counted_alone_and_in_sequence(tmp_path: Path) -> None:
+    rows = [_row("a"), _row("b", "no", bytes=10), _row("c", bytes=10), _row("d", "no")]
+    write_parts(tmp_path, rows)
+    dry = decide(tmp_path, preset=("laion",), policy="image", dry_run=True)
+    assert not (tmp_path / "dedup" / "decisions.parquet").exists()
+    assert dry["rules"] == [
+        {"rule": "laion:bytes", "alone": 2, "in_sequence": 2},
+        {"rule": "laion:characters", "alone": 2, "in_sequence": 1},
+    ]
+    wet = decide(tmp_path, preset=("laion",), policy="image")
+    assert wet["rules"] == dry["rules"] and wet["dropped"] == {"laion:bytes": 2, "laion:characters": 1}
+
+
+def test_a_rule_with_a_condition_applies_where_its_column_is(tmp_path: Path) -> None:
+    rows = [{**_row("a"), "clip_score": 0.31}, {**_row("b"), "clip_score": 0.29}]
+    write_parts(tmp_path, rows, source=[pa.field("clip_score", pa.float32())])
+    decide(tmp_path, preset=("laion",), policy="image")
+    assert decisions(tmp_path)["b"]["reason"] == "laion:clip_score"
+
+
+def test_align_counts_over_the_whole_list(tmp_path: Path) -> None:
+    write_parts(tmp_path, [_row(f"p{i:02d}", "the same three words") for i in range(11)] + [_row("q")])
+    decide(tmp_path, preset=("align",), policy="image")
+    assert kept(tmp_path) == {"q"}
+    assert decisions(tmp_path)["p00"]["reason"] == "align:images_of_text"
+
+
+def test_a_preset_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.sql"
+    path.write_text("-- my rules\n-- rule wide: wider than high\nwidth > height\n;\n")
+    write_parts(tmp_path, [_row("a"), _row("b", width=300)])
+    decide(tmp_path, preset=(str(path),), policy="image")
+    assert decisions(tmp_path)["b"]["reason"] == "mine:wide"
+    path.write_text("width > height")
+    with pytest.raises(InputError, match="holds no rule"):
+        load_preset(str(path))
+
+
+def test_wrong_conditions_get_duckdbs_words(tmp_path: Path) -> None:
+    write_parts(tmp_path, [_row("a")])
+    with pytest.raises(UsageError, match=r'(?s)--where is not a condition.*"heigth" not found.*height'):
+        decide(tmp_path, where="heigth > 3")
+    with pytest.raises(UsageError, match=r"(?s)--holdout is not a condition.*syntax error"):
+        decide(tmp_path, holdout="split == ")
+    with pytest.raises(UsageError, match="DuckDB"):
+        decide(tmp_path, where="CAST(caption AS INTEGER) > 3")
+    with pytest.raises(InputError, match="no preset 'datacomp': did you mean 'datacomp-basic'"):
+        decide(tmp_path, preset=("datacomp",))
+    assert not (tmp_path / "dedup" / "decisions.parquet").exists()
+
+
+def test_a_preset_without_its_column_says_who_makes_it(tmp_path: Path) -> None:
+    path = tmp_path / "scored.sql"
+    path.write_text("-- rule score: good\naesthetic > 5;\n")
+    write_parts(tmp_path, [_row("a", lang=None)])
+    with pytest.raises(
+        InputError, match=r"rule scored:score needs the column aesthetic.*`pairmill ingest` keeps every column"
+    ):
+        decide(tmp_path, preset=(str(path),))
+    with pytest.raises(InputError, match=r"datacomp-basic:english reads lang, which is empty.*ingest --lang"):
+        decide(tmp_path, preset=("datacomp-basic",))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"threshold": 0.1},
+        {"image_bits": 65},
+        {"max_images_per_caption": 0},
+        {"captions": "x.csv", "where": "true"},
+        {"memory_gb": 0.0},
+    ],
+)
+def test_settings_out_of_range_are_named(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--" + next(iter(settings)).replace("_", "-")):
+        decide(tmp_path, **settings)

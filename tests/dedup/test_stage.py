@@ -1,0 +1,132 @@
+"""The stage as a whole: the same result in any order, work used again, and damaged input named."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from core.errors import DataError, InputError
+from dedup.config import DedupConfig
+from dedup.keep import run
+from tests.dedup.parts import decide, decisions, hashes_of, pair, picture, write_parts
+from tests.dedup.test_captions import planted
+
+
+def _rows(n: int = 600) -> list[dict[str, object]]:
+    captions = planted(n, seed=3)
+    shown = [hashes_of(picture(seed)) for seed in range(40)]
+    return [
+        pair(
+            f"{(i * 7919) % 10007:05d}", captions[i], f"http://x/{i % 450}", i % 400, side=100 + i % 7, **shown[i % 40]
+        )
+        for i in range(n)
+    ]
+
+
+def test_results_do_not_depend_on_parts_order_or_workers(tmp_path: Path) -> None:
+    rows = _rows()
+    settings = {"policy": "either", "where": "width > 101"}
+    results = []
+    for name, order, sizes, workers in (
+        ("one", rows, [], 1),
+        ("many", rows[::-1], [17, 200, 83], 1),
+        ("spread", rows[300:] + rows[:300], [150, 150], 2),
+    ):
+        write_parts(tmp_path / name, order, sizes)
+        summary = run(DedupConfig(work=str(tmp_path / name), **{**settings, "workers": workers}))
+        results.append((pq.read_table(tmp_path / name / "dedup" / "decisions.parquet"), summary["dropped"]))
+    assert results[0][1] == results[1][1] == results[2][1]
+    assert {"where", "image_duplicate"} <= results[0][1].keys()
+    for table, _ in results[1:]:
+        assert table.equals(results[0][0])
+
+
+def test_deciding_again_reads_signatures_and_edges(tmp_path: Path) -> None:
+    write_parts(tmp_path, _rows(300), sizes=[150])
+    first = decide(tmp_path, policy="text", max_images_per_caption=1)
+    made = {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in (tmp_path / "dedup").rglob("*.parquet")}
+    again = decide(tmp_path, policy="text", max_images_per_caption=1, threshold=0.9)
+    for path, stamp in made.items():
+        if path.parent.name in ("signatures", "sets", "edges"):
+            assert (path.stat().st_mtime_ns, path.stat().st_ino) == stamp, path
+    assert again["kept"] > first["kept"]
+    expected = decisions(tmp_path)
+    fresh = decide(tmp_path, policy="text", max_images_per_caption=1, threshold=0.9, fresh=True)
+    assert fresh["dropped"] == again["dropped"] and decisions(tmp_path) == expected
+
+
+def test_a_finished_stage_returns_its_summary(tmp_path: Path) -> None:
+    write_parts(tmp_path, _rows(50))
+    first = decide(tmp_path)
+    stamp = os.stat(tmp_path / "dedup" / "decisions.parquet").st_mtime_ns
+    assert decide(tmp_path) == first
+    assert os.stat(tmp_path / "dedup" / "decisions.parquet").st_mtime_ns == stamp
+    write_parts(tmp_path, _rows(60))  # another input: it runs again
+    assert decide(tmp_path)["pairs"] == 60
+
+
+def test_a_run_killed_between_files_is_not_taken_for_finished(tmp_path: Path) -> None:
+    write_parts(tmp_path, _rows(50))
+    decide(tmp_path)
+    expected = decisions(tmp_path)
+    decide(tmp_path, policy="text", max_images_per_caption=1)
+    (tmp_path / "dedup" / "done.json").unlink()  # what a kill before the marker leaves behind
+    (tmp_path / "dedup" / "signatures" / ".tmp-1-u000000.parquet").write_bytes(b"half")
+    decide(tmp_path)
+    assert decisions(tmp_path) == expected
+    assert not list((tmp_path / "dedup" / "signatures").glob(".tmp-*"))
+
+
+def test_clusters_and_the_catalogue(tmp_path: Path) -> None:
+    words = "the quick brown fox jumps over a lazy dog"
+    write_parts(tmp_path, [pair(f"p{i}", words, f"http://x/{i}", "same" if i < 2 else i) for i in range(3)])
+    summary = decide(tmp_path)
+    clusters = {
+        (r["kind"], r["cluster"]): r for r in pq.read_table(tmp_path / "dedup" / "clusters.parquet").to_pylist()
+    }
+    assert clusters[("caption", "p0")] == {"kind": "caption", "cluster": "p0", "pairs": 3, "urls": 3, "kept": 2}
+    assert clusters[("image", "p0")]["pairs"] == 2 and clusters[("pair", "p0")]["kept"] == 1
+    assert summary["clusters"] == 1 and summary["largest"] == [{"pairs": 3, "caption": words, "uid": "p0"}]
+    assert {u: r["cluster"] for u, r in decisions(tmp_path).items()} == {"p0": "p0", "p1": "p0", "p2": None}
+    assert (tmp_path / "catalog.duckdb").exists()
+
+
+def test_boilerplate_raises_an_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_parts(tmp_path, [pair(f"p{i:03d}", "image may contain: person", f"http://x/{i}") for i in range(120)])
+    decide(tmp_path)
+    assert "120 pairs say nearly the same as 'image may contain: person'" in caplog.text
+
+
+def test_pairs_without_hashes_urls_or_captions(tmp_path: Path) -> None:
+    rows = [{**pair("a", None, "x"), "url": None}, {**pair("b", "words", "y"), "url": None, "sha256": None}]
+    rows += [{**pair("c", "words", "z", "x"), "url": None, "width": None}]  # the bytes of a
+    write_parts(tmp_path, rows)
+    summary = decide(tmp_path)
+    assert summary["kept"] == 3
+    assert decisions(tmp_path)["c"]["image_group"] == "a"
+
+
+def test_nothing_fetched(tmp_path: Path) -> None:
+    write_parts(tmp_path, [{**pair("a", "words", "x"), "outcome": "timeout"}])
+    assert decide(tmp_path)["pairs"] == 0
+    assert pq.read_table(tmp_path / "dedup" / "decisions.parquet").num_rows == 0
+
+
+def test_bad_input_gets_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no pairs yet; run `pairmill ingest`"):
+        decide(tmp_path)
+    write_parts(tmp_path, _rows(20), sizes=[10])
+    part = tmp_path / "ingest" / "parts" / "u000001.parquet"
+    part.write_bytes(part.read_bytes()[:-200])
+    with pytest.raises(DataError, match=r"u000001.parquet is not a whole Parquet file.*delete it"):
+        decide(tmp_path)
+    table = tmp_path / "empty.parquet"
+    pq.write_table(pa.table({"caption": pa.array([], pa.string())}), table)
+    with pytest.raises(InputError, match="found no rows"):
+        decide(tmp_path / "w", captions=str(table))
+    with pytest.raises(InputError, match=r"expected a file of parquet, csv"):
+        decide(tmp_path / "w", captions=str(part.parent.parent / "parts" / ".."))
