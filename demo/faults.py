@@ -253,7 +253,10 @@ def _broken(studio: Studio, kind: str, index: int) -> Row:
 
 
 def _copy(studio: Studio, kind: str, index: int) -> Row:
-    """A good picture once more, under another URL: the same bytes and caption, other bytes, or its mirror image."""
+    """A good picture once more, under another URL: the same bytes, other bytes, or its mirror image.
+
+    Exact copies keep the caption, of the others every second one (mirrored: those whose place stays the same).
+    """
     from PIL import Image, ImageOps
 
     rng = studio.rng(kind, index)
@@ -265,11 +268,14 @@ def _copy(studio: Studio, kind: str, index: int) -> Row:
     with Image.open(source) as stored:
         image = ImageOps.exif_transpose(stored).convert("RGB")
     if kind == "mirrored":
-        seen = seen.mirrored()
+        original, seen = seen, seen.mirrored()
         body = encode(rng, ImageOps.mirror(image))
+        same = seen == original
     else:
-        body = reencode(image, index % 3, source.suffix[1:])
-    return _file(studio, kind, index, body, studio.phrases.new(rng, seen), seen, twin)
+        body = reencode(image, index // 2 % 3, source.suffix[1:])
+        same = index % 2 == 0
+    caption = twin.caption if same else studio.phrases.new(rng, seen)
+    return _file(studio, kind, index, body, caption, seen, twin)
 
 
 def _second_caption(studio: Studio, kind: str, index: int) -> Row:
