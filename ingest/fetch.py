@@ -71,7 +71,7 @@ def run(config: IngestConfig) -> dict[str, Any]:
 
         return peer.run(config)
     files = expand(config.urls)
-    inputs = fingerprint(Folder("/"), *map(_literal, files))
+    inputs = fingerprint(Folder("/"), *map(literal, files))
     with open_stage(config, "ingest", home="ingest", inputs=inputs, redo=False) as stage:
         staging.claim(stage.folder, "ingest")
         if stage.finished is not None and not config.retry_failed:
@@ -82,7 +82,8 @@ def run(config: IngestConfig) -> dict[str, Any]:
         return _fetch_all(config, stage)
 
 
-def _literal(name: str) -> str:
+def literal(name: str) -> str:
+    """`name` as a pattern that matches it alone."""
     parent, slash, leaf = name.rpartition("/")
     return f"{parent}{slash}{glob.escape(leaf)}"
 
@@ -153,7 +154,7 @@ def check_success(report: Report, least: float, *, enough: int) -> None:
 
 def fetch_span(group: Group, *, config: IngestConfig, folder: Folder, span: int) -> Report:
     """Do every unfinished unit of one run of units."""
-    _one_thread_each()
+    one_thread_each()
     cpu = time.process_time()
     try:
         report = asyncio.run(_Span(config, folder).work(group, span))
@@ -163,7 +164,8 @@ def fetch_span(group: Group, *, config: IngestConfig, folder: Folder, span: int)
     return report
 
 
-def _one_thread_each() -> None:
+def one_thread_each() -> None:
+    """Keep BLAS and torch to one thread in a worker process; call it before they are imported."""
     # every core has a worker already; more threads inside BLAS and torch would only fight over them
     if multiprocessing.parent_process() is not None:
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):

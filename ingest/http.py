@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import re
 import socket
 import ssl
 import time
+import urllib.parse
 import zlib
 from dataclasses import dataclass
 from types import TracebackType
@@ -68,10 +70,8 @@ def parse_url(url: str) -> yarl.URL:
     Raises:
         ValueError: no http(s) URL with a host; the message says what it is instead.
     """
-    text = "".join(url.split("\n")).replace("\r", "").replace("\t", "").strip()
-    if text.startswith("//"):
-        text = "https:" + text
-    parsed = yarl.URL(text)
+    text = re.sub(r"[\t\r\n]", "", url).strip()
+    parsed = yarl.URL("https:" + text if text.startswith("//") else text)
     if parsed.scheme not in ("http", "https"):
         raise ValueError(f"scheme {parsed.scheme!r} is not http(s)" if parsed.scheme else "no scheme")
     host = parsed.raw_host or ""
@@ -80,7 +80,20 @@ def parse_url(url: str) -> yarl.URL:
     if ":" in host or host.replace(".", "").isdigit():
         ipaddress.ip_address(host.split("%")[0])  # 2130706433 and 0177.0.0.1 are loopback to the C library
     _ = parsed.port  # raises where it is out of range
-    return parsed.with_fragment(None)
+    # yarl decodes what need not be encoded; signed URLs break by that, so path and query go out as they came
+    pieces = urllib.parse.urlsplit(text)
+    return yarl.URL.build(
+        scheme=parsed.scheme,
+        authority=parsed.raw_authority,
+        path=_encoded(pieces.path) or "/",
+        query_string=_encoded(pieces.query),
+        encoded=True,
+    )
+
+
+def _encoded(part: str) -> str:
+    """Percent-encode what may not stand in a URL and nothing that is encoded already."""
+    return urllib.parse.quote(re.sub(r"%(?![0-9A-Fa-f]{2})", "%25", part), safe="%/:=&?~+!$,;'@()*|[]")
 
 
 def address_problem(address: str, *, allow_private: bool) -> str | None:
@@ -210,7 +223,7 @@ class Fetcher:
                     return await self._receive(response)
                 location = response.headers.get("Location", "")
             try:
-                url = parse_url(str(url.join(yarl.URL(location))))
+                url = parse_url(urllib.parse.urljoin(str(url), location))
             except ValueError as error:
                 raise _Failure(Outcome.BAD_URL, f"redirected to {location[:100]!r}: {error}") from error
         raise _Failure(Outcome.HTTP_4XX, f"more than {REDIRECTS} redirects")

@@ -56,12 +56,9 @@ class Unit:
 
     def settle(self, job: Job, fetched: Fetched, picture: Picture) -> None:
         """Take in the result of one download; its rows share the stored bytes."""
-        result: Row = {name: getattr(picture, name) for name in _COPIED}
-        result |= {
-            "bytes": picture.received if picture.sha256 else None,
-            "outcome": str(picture.outcome), "detail": picture.detail, "status": fetched.status,
-            "final_url": fetched.final_url, "attempts": fetched.attempts, "elapsed_s": fetched.elapsed_s,
-            "fetched_at": datetime.datetime.now(datetime.UTC),
+        result: Row = {
+            **picture_columns(picture), "status": fetched.status, "final_url": fetched.final_url,
+            "attempts": fetched.attempts, "elapsed_s": fetched.elapsed_s, "fetched_at": datetime.datetime.now(datetime.UTC),
         }  # fmt: skip
         for place in job.places:
             self.rows[place].update(result)
@@ -93,6 +90,14 @@ class Unit:
             offsets = dict(zip(members, staging.write_tar(path, members, self.spool), strict=True))
         for place, member in self._stored.items():
             self.rows[place] |= {"tar": name, "tar_offset": offsets[member], "tar_size": member.size}
+
+
+def picture_columns(picture: Picture) -> Row:
+    """What a picture says of itself, by column."""
+    return {
+        **{name: getattr(picture, name) for name in _COPIED}, "outcome": str(picture.outcome), "detail": picture.detail,
+        "bytes": picture.received if picture.sha256 else None,
+    }  # fmt: skip
 
 
 def open_unit(folder: Folder, number: int, unit_id: str, config: IngestConfig) -> Unit | None:

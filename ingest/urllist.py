@@ -29,7 +29,7 @@ PLAN = "ingest/plan.parquet"
 PLAN_COLUMNS = ("row", "uid", "url", "caption_raw")
 _CAPTIONS = b"pairmill.captions"
 MEMORY_GB = 2.0  # for DuckDB's sort; beyond that it spills
-_UID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what may name a file; other ids of the source are carried and hashed
+UID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what may name a file; other ids of the source are carried and hashed
 _INTEGER, _DECIMAL = re.compile(r"-?(0|[1-9]\d{0,17})"), re.compile(r"-?\d+(\.\d*)?([eE][-+]?\d+)?")
 
 
@@ -197,15 +197,16 @@ def _identified(table: pa.Table) -> pa.Table:
     uids = []
     columns = (table[name].to_pylist() for name in ("url", "caption_raw", "source_uid"))
     for url, caption, own in zip(*columns, strict=True):
-        if own is None or not _UID.fullmatch(own):
-            own = _hashed(f"{url or ''}\x00{caption or ''}" if own is None else own)
+        if own is None or not UID.fullmatch(own):
+            own = hashed(f"{url or ''}\x00{caption or ''}" if own is None else own)
         count = seen[own] = seen.get(own, 0) + 1
-        uids.append(own if count == 1 else _hashed(f"{own}\x00{count}"))
+        uids.append(own if count == 1 else hashed(f"{own}\x00{count}"))
     table = table.add_column(2, "uid", pa.array(uids, pa.string()))
     return table.drop_columns(["unit", "source_uid"])
 
 
-def _hashed(text: str) -> str:
+def hashed(text: str) -> str:
+    """32 hex characters of xxh3-128, the house's uid."""
     import xxhash
 
     return xxhash.xxh3_128_hexdigest(text.encode())

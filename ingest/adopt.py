@@ -1,0 +1,237 @@
+"""Stage `adopt`: shards of webdataset or img2dataset become ingest parts, and not a byte of their images is copied.
+
+Way in: tars whose members share a key: a picture, `.txt` with the caption, `.json` with whatever else is known. Way out:
+`ingest/parts`, one part a tar, whose rows point into the foreign tars.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import tarfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from core import catalog
+from core.errors import InputError
+from core.plan import Unit
+from core.runner import run_units, tick
+from core.schema import Outcome, pair_fields
+from core.storage import Folder, expand
+from core.work import Stage, fingerprint, open_stage
+from ingest import captions, staging
+from ingest.fetch import literal, one_thread_each, unit_id
+from ingest.pictures import Picture, Rules, prepare
+from ingest.unit import picture_columns
+from ingest.urllist import UID, hashed
+
+if TYPE_CHECKING:
+    from ingest.config import AdoptConfig
+
+log = logging.getLogger("pairmill.adopt")
+
+PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif")
+CAPTIONS = ("txt", "text", "caption")
+
+
+def run(config: AdoptConfig) -> dict[str, Any]:
+    """Take every sample of the shards in; returns the summary: pairs, shards, ok, outcomes, seconds.
+
+    Raises:
+        InputError: there is no tar at that place.
+        WorkFolderError: the work folder holds the pairs of other shards, or of `ingest`.
+    """
+    tars = find_tars(config.shards)
+    with open_stage(config, "adopt", home="ingest", inputs=_fingerprint(tars), redo=False) as stage:
+        staging.claim(stage.folder, "adopt")
+        if stage.finished is not None:
+            return stage.finished
+        stage.folder.sweep(staging.PARTS)
+        return _adopt_all(config, stage, tars)
+
+
+def find_tars(where: str) -> list[str]:
+    """Tars in a folder, or by a glob, in order; absolute paths or URLs."""
+    tars = expand(where if where.endswith(".tar") else f"{where.rstrip('/')}/*.tar")
+    if not tars:
+        raise InputError(f"expected .tar files at {where}, found none")
+    return tars
+
+
+def _fingerprint(tars: list[str]) -> str:
+    return fingerprint(Folder("/"), *map(literal, tars))
+
+
+def _adopt_all(config: AdoptConfig, stage: Stage, tars: list[str]) -> dict[str, Any]:
+    started = time.monotonic()
+    units = [Unit(unit_id(i), i, i + 1) for i in range(len(tars))]
+    task = functools.partial(adopt_tar, config=config, folder=stage.folder, tars=tars)
+    for _ in run_units(
+        units, task, done=lambda unit: stage.folder.exists(staging.part_name(unit.id)),
+        workers=config.workers, engine=config.engine, label="adopt", unit_of_progress="tars",
+    ):  # fmt: skip
+        pass
+    catalog.write(stage.folder)
+    summary = staging.summary(stage.folder)
+    return stage.finish(
+        {"pairs": summary.pop("rows"), "shards": len(tars), **summary, "seconds": time.monotonic() - started}
+    )
+
+
+# ---- in a worker -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sample:
+    """The members of one key, as byte ranges of the tar: extension -> (position of the data, size)."""
+
+    key: str
+    members: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def first(self, extensions: tuple[str, ...]) -> tuple[int, int] | None:
+        """The member with one of `extensions` (`jpg` also finds `image.jpg`)."""
+        for extension, where in self.members.items():
+            if extension.rpartition(".")[2].lower() in extensions:
+                return where
+        return None
+
+
+def adopt_tar(unit: Unit, *, config: AdoptConfig, folder: Folder, tars: list[str]) -> Counter[str]:
+    """Make the part of one tar; returns its outcomes."""
+    one_thread_each()
+    tar = tars[unit.start]
+    rules = Rules(min_side=config.min_side, max_aspect=config.max_aspect)
+    rows = []
+    with Folder("/").open(tar) as file:
+        reader = _Tar(tar, file)
+        for number, sample in enumerate(reader.samples()):
+            row = _row(reader, sample, rules, allow_empty=config.allow_empty)
+            rows.append({**row, "unit": unit.id, "row": (unit.start << 32) + number})
+    if reader.damage:
+        rows.append(_damage_row(reader, unit, len(rows)))
+    if config.lang:
+        for row, lang in zip(rows, captions.languages([r["caption"] or "" for r in rows]), strict=True):
+            row["lang"] = lang
+    _publish(folder, unit, rows)
+    outcomes = Counter(row["outcome"] for row in rows)
+    tick(1, **outcomes)
+    return outcomes
+
+
+class _Tar:
+    """A foreign tar read front to back; `damage` says where and why it could not be read further."""
+
+    def __init__(self, name: str, file: Any) -> None:
+        self.name, self._file, self.damage = name, file, ""
+
+    def samples(self) -> Iterator[Sample]:
+        """Samples in the order of the tar; members of one key lie together, as both tools write them."""
+        sample: Sample | None = None
+        for path, position, size in self._members():
+            folder, slash, leaf = path.rpartition("/")
+            stem, _, extension = leaf.partition(".")
+            key = f"{folder}{slash}{stem}"
+            if sample is None or sample.key != key:
+                if sample is not None:
+                    yield sample
+                sample = Sample(key)
+            sample.members[extension] = (position, size)
+        if sample is not None:
+            yield sample
+
+    def _members(self) -> Iterator[tuple[str, int, int]]:
+        end = self._file.seek(0, 2)
+        self._file.seek(0)
+        try:
+            with tarfile.open(fileobj=self._file, mode="r:") as archive:
+                while (info := archive.next()) is not None:
+                    # tarfile remembers every member, and a shard has tens of thousands
+                    archive.members.clear()  # type: ignore[attr-defined]
+                    if info.isfile() and info.offset_data + info.size > end:
+                        self.damage = f"{info.name} is cut short at byte {end}"
+                        return
+                    if info.isfile():
+                        yield info.name, info.offset_data, info.size
+                # tarfile takes a damaged header for the end; the real end is a block of zeros
+                self._file.seek(archive.offset)
+                if self._file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                    self.damage = f"no member and no end at byte {archive.offset}"
+        except tarfile.TarError as error:
+            self.damage = str(error)
+
+    def read(self, where: tuple[int, int]) -> bytes:
+        position, size = where
+        self._file.seek(position)
+        return self._file.read(size)
+
+
+def _row(reader: _Tar, sample: Sample, rules: Rules, *, allow_empty: bool) -> dict[str, Any]:
+    known, text = _metadata(reader, sample)
+    raw = text if text is not None else next((known[n] for n in ("caption", "text", "alt") if known.get(n)), None)
+    raw = raw if isinstance(raw, str) else None
+    url = known.get("url") if isinstance(known.get("url"), str) else None
+    place = sample.first(PICTURES)
+    caption = None if raw is None else captions.clean(raw)
+    if place is None:
+        picture = Picture(Outcome.NOT_IMAGE, "no picture under this key")
+    elif not caption and not allow_empty:
+        picture = Picture(Outcome.EMPTY_CAPTION)
+    else:
+        picture = prepare(reader.read(place), rules)
+    row = {
+        **dict.fromkeys(f.name for f in pair_fields()), **picture_columns(picture), "url": url, "caption": caption,
+        "caption_raw": raw, "uid": _uid(known.get("uid"), url, raw, f"{reader.name}#{sample.key}"), "attempts": 0,
+        "source_key": sample.key, "source_json": json.dumps(known, ensure_ascii=False) if known else None,
+    }  # fmt: skip
+    if picture.outcome == Outcome.OK and place is not None:
+        row |= {"tar": reader.name, "tar_offset": place[0], "tar_size": place[1]}
+    return row
+
+
+def _metadata(reader: _Tar, sample: Sample) -> tuple[dict[str, Any], str | None]:
+    """The sample's JSON object (empty where there is none that can be read) and its caption file's text."""
+    known: dict[str, Any] = {}
+    if place := sample.first(("json",)):
+        try:
+            value = json.loads(reader.read(place))
+            known = value if isinstance(value, dict) else {}
+        except ValueError as error:
+            log.warning("%s: %s.json cannot be read: %s", reader.name, sample.key, error)
+    place = sample.first(CAPTIONS)
+    return known, None if place is None else reader.read(place).decode("utf-8", errors="replace")
+
+
+def _uid(own: Any, url: str | None, raw: str | None, place: str) -> str:
+    if isinstance(own, str) and UID.fullmatch(own):
+        return own
+    return hashed(f"{url if url is not None else place}\x00{raw or ''}")
+
+
+def _damage_row(reader: _Tar, unit: Unit, number: int) -> dict[str, Any]:
+    log.warning("%s is damaged, what lies behind is lost: %s", reader.name, reader.damage)
+    return {
+        **dict.fromkeys(f.name for f in pair_fields()), "uid": hashed(f"{reader.name}#damage"), "unit": unit.id,
+        "row": (unit.start << 32) + number, "outcome": str(Outcome.TRUNCATED), "detail": f"tar: {reader.damage}",
+        "attempts": 0, "source_key": None, "source_json": None,
+    }  # fmt: skip
+
+
+def _publish(folder: Folder, unit: Unit, rows: list[dict[str, Any]]) -> None:
+    import pyarrow as pa
+
+    _make_unique(rows)
+    names = ("source_key", "source_json")
+    source = pa.table({name: pa.array([row.pop(name) for row in rows], pa.string()) for name in names})
+    staging.write_part(folder, unit.id, rows, source)
+
+
+def _make_unique(rows: list[dict[str, Any]]) -> None:
+    seen: Counter[str] = Counter()
+    for row in rows:
+        seen[row["uid"]] += 1
+        if seen[row["uid"]] > 1:
+            row["uid"] = hashed(f"{row['uid']}\x00{seen[row['uid']]}")
