@@ -82,7 +82,15 @@ def candidates(ids_M: I64, keys_M: U64, nearness_M: U64, names: I64 | None = Non
 def pair_keys(a: I64, b: I64) -> U64:
     """Sorted distinct unordered pairs of different row numbers, each as one uint64."""
     low, high = np.minimum(a, b).astype(np.uint64), np.maximum(a, b).astype(np.uint64)
-    return np.unique(((low << np.uint64(32)) | high)[low != high])
+    return ascending(((low << np.uint64(32)) | high)[low != high])
+
+
+def ascending(keys: U64) -> U64:
+    """The distinct keys in order: np.unique's result, whose hash table takes five times as long on millions of keys."""
+    keys = np.sort(keys)
+    new = np.ones(len(keys), bool)
+    new[1:] = keys[1:] != keys[:-1]
+    return keys[new]
 
 
 def unpair(pairs: U64) -> tuple[I64, I64]:

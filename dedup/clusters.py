@@ -25,19 +25,39 @@ def components(n: int, a: I64, b: I64) -> I64:
 
 
 def smallest_of(label: I64) -> I64:
-    """The smallest row number with the same label, for each row."""
-    _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
+    """The smallest row number with the same label, for each row; labels are small numbers (at most a few times n)."""
+    first = np.zeros(int(label.max(initial=-1)) + 1, np.int64)
+    first[label[::-1]] = np.arange(len(label))[::-1]  # of repeated indices the last assignment stands
+    return first[label]
+
+
+def first_of(keys: npt.NDArray[np.generic]) -> I64:
+    """The smallest row number with the same key, for each row; keys are of any kind."""
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
     return first[inverse].astype(np.int64)
 
 
-def joined(*labels: I64) -> I64:
-    """Groups of rows that agree in all labels, named by their smallest row."""
-    result = labels[0]
-    for label in labels[1:]:
-        _, left = np.unique(result, return_inverse=True)
-        _, right = np.unique(label, return_inverse=True)
-        result = left.astype(np.int64) * (int(right.max(initial=0)) + 1) + right
-    return smallest_of(result)
+def joined(a: I64, b: I64) -> I64:
+    """Groups of rows that agree in both labels (numbers below 2^31), named by their smallest row."""
+    return first_of((a << 32) | b)
+
+
+def best_of(label: I64, rank: I64) -> I64:
+    """The row number of the best ranked row with the same label, for each row; labels are small numbers."""
+    worst_first = np.argsort(-rank)
+    best = np.zeros(int(label.max(initial=-1)) + 1, np.int64)
+    best[label[worst_first]] = worst_first
+    return best[label]
+
+
+def place_of(label: I64, rank: I64) -> I64:
+    """How many rows of its group rank before each row."""
+    order = np.lexsort((rank, label))
+    new = np.ones(len(order), bool)
+    new[1:] = label[order[1:]] != label[order[:-1]]
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order)) - np.flatnonzero(new)[np.cumsum(new) - 1] if len(order) else order
+    return place
 
 
 def leaders(label: I64, rank: I64, similar: Similar) -> I64:

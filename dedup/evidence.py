@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dedup import phash
+from dedup.bands import ascending
 from dedup.match import Edges, Sets, jaccard
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Likeness:
         same = (self.pairs.text[a] == self.pairs.text[b]) & (self.pairs.text[a] != 0)
         kind[same] = KINDS.index("caption")
         other = np.flatnonzero(similarity == 0)
-        wanted = np.unique(np.concatenate((keys_a[other], keys_b[other])))
+        wanted = ascending(np.concatenate((keys_a[other], keys_b[other])))
         sets = self.sets_of(wanted)
         if len(wanted):
             similarity[other] = jaccard(

@@ -22,7 +22,7 @@ from core.schema import decision_schema
 from core.storage import Folder
 from core.work import fingerprint, open_stage
 from dedup import bands, captions, filters, policy, store
-from dedup.clusters import components
+from dedup.clusters import components, first_of
 from dedup.config import DedupConfig
 from dedup.evidence import Likeness, Pairs, image_groups
 from dedup.match import Edges
@@ -95,9 +95,9 @@ def _decide(
         "pairs": read,
         "kept": int(decisions.kept.sum()),
         "dropped": dropped,
-        "clusters": len(np.unique(decisions.cluster[decisions.cluster >= 0])),
+        "clusters": _count(decisions.cluster),
         "holdout": int(holdout.sum()),
-        "image_groups": len(np.unique(groups.image)),
+        "image_groups": _count(groups.image),
         "rules": rules,
         "expected_recall": _expected_recall(config.threshold),
         "largest": largest,
@@ -113,7 +113,7 @@ def _groups(connection: duckdb.DuckDBPyConnection, folder: Folder, pairs: Pairs,
     image_a, image_b = image_groups(pairs, _image_edges(connection, folder, pairs, config))
     image = components(len(pairs), image_a, image_b)
     rows = np.arange(len(pairs))
-    text = np.where(pairs.text == 0, rows, _first_of(pairs.text))
+    text = np.where(pairs.text == 0, rows, first_of(pairs.text))
     keys, first, inverse = np.unique(pairs.set_key, return_index=True, return_inverse=True)
     edges = store.caption_edges(connection, folder, keys, config.threshold, config.minhash).at_least(config.threshold)
     of_set = components(len(keys), edges.a, edges.b)
@@ -124,11 +124,6 @@ def _groups(connection: duckdb.DuckDBPyConnection, folder: Folder, pairs: Pairs,
 def _image_edges(connection: duckdb.DuckDBPyConnection, folder: Folder, pairs: Pairs, config: DedupConfig) -> Edges:
     hashes, mirrored = pairs.hashes
     return store.image_edges(connection, folder, hashes, mirrored).at_least(1 - config.image_bits / 256)
-
-
-def _first_of(keys: npt.NDArray[np.uint64]) -> I64:
-    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-    return first[inverse]
 
 
 def _decisions(
@@ -201,19 +196,19 @@ def _cluster_table(uid: pa.Array, groups: policy.Groups, decisions: policy.Decis
     tables = []
     for kind, label in (("image", groups.image), ("caption", groups.caption), ("pair", decisions.cluster)):
         at = np.flatnonzero(label >= 0)
-        name, inverse, size = np.unique(label[at], return_inverse=True, return_counts=True)
-        kept = np.bincount(inverse, decisions.kept[at], minlength=len(name)).astype(np.int64)
-        cells = np.unique(inverse.astype(np.int64) << 32 | groups.url[at])
-        urls = np.bincount(cells >> 32, minlength=len(name))
-        wanted = (urls > 1) | (kind == "pair")
-        columns = {
-            "cluster": uid.take(pa.array(name[wanted])),
-            "pairs": size[wanted],
-            "urls": urls[wanted],
-            "kept": kept[wanted],
-        }
-        tables.append(pa.table({"kind": pa.array([kind] * int(wanted.sum()), pa.string()), **columns}))
+        pairs = np.bincount(label[at], minlength=len(uid))
+        urls = policy.urls_of(np.where(label < 0, np.arange(len(uid)), label), groups.url)
+        kept = np.bincount(label[at], decisions.kept[at], minlength=len(uid)).astype(np.int64)
+        named = np.flatnonzero((pairs > 0) & ((urls > 1) | (kind == "pair")))
+        columns = {"pairs": pairs[named], "urls": urls[named], "kept": kept[named]}
+        names = {"kind": pa.array([kind] * len(named), pa.string()), "cluster": uid.take(pa.array(named))}
+        tables.append(pa.table(names | columns))
     return pa.concat_tables(tables)
+
+
+def _count(label: I64) -> int:
+    """How many groups there are; -1 is none."""
+    return int(np.count_nonzero(np.bincount(label[label >= 0])))
 
 
 def _expected_recall(threshold: float) -> dict[str, float]:
@@ -232,10 +227,10 @@ def _largest(
     connection: duckdb.DuckDBPyConnection, folder: Folder, parts: str, pairs: Pairs, caption: I64
 ) -> list[dict[str, Any]]:
     """The ten largest groups of near-equal captions, each with its first caption."""
-    name, count = np.unique(caption, return_counts=True)
-    top = np.lexsort((name, -count))[:10]
+    count = np.bincount(caption)
+    top = np.argsort(-count, kind="stable")[:10]
     top = top[count[top] > 1]
-    uids = pairs.table["uid"].take(pa.array(name[top])).to_pylist()
+    uids = pairs.table["uid"].take(pa.array(top)).to_pylist()
     source = folder.path(f"{parts}/*.parquet").replace("'", "''")
     texts = f"SELECT uid, min(caption) FROM read_parquet('{source}', union_by_name=true)"
     text = dict(connection.execute(f"{texts} WHERE uid IN (SELECT unnest(?)) GROUP BY uid", [uids]).fetchall())

@@ -69,7 +69,8 @@ def caption_edges(
         ids, keys = bands.colliding(connection, bands.fold_columns(band))
         beside = [minhashes_KS[(start + rows + k) % PERMUTATIONS][ids].astype(np.uint64) for k in (0, 1)]
         nearness = (beside[0] << np.uint64(32)) | beside[1]
-        found = np.union1d(found, _of_like_size(bands.candidates(ids, keys, nearness), sets.sizes, floor))
+        fitting = _of_like_size(bands.candidates(ids, keys, nearness), sets.sizes, floor)
+        found = bands.ascending(np.concatenate((found, fitting)))
     a, b = bands.unpair(found)
     return Edges(a, b, jaccard(sets, a, b)).at_least(floor)
 
@@ -85,7 +86,7 @@ def jaccard(sets: Sets, a: I64, b: I64) -> F32:
     sizes_a, sizes_b = sets.sizes[a], sets.sizes[b]
     similarity_P = np.zeros(len(a), np.float32)
     widest_P = _rounded_up(np.maximum(sizes_a, sizes_b))
-    for width in np.unique(widest_P):
+    for width in np.flatnonzero(np.bincount(widest_P)):
         members = np.flatnonzero(widest_P == width)
         step = max(1, _AT_ONCE // int(width) ** 2)
         for start in range(0, len(members), step):

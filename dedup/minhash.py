@@ -45,7 +45,7 @@ def gathered_minima(table_VK: U32, sets: Tokens, which_N: npt.NDArray[np.int64])
     result_NK = np.empty((len(which_N), PERMUTATIONS), np.uint32)
     padded_N = _padded(lengths_N)
     order_N = np.argsort(padded_N, kind="stable")
-    bounds = np.searchsorted(padded_N[order_N], np.unique(padded_N), side="right")
+    bounds = np.cumsum(np.bincount(padded_N))
     begin = 0
     for end in bounds:
         for chunk in range(begin, end, _CHUNK):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from dedup.clusters import components, joined, leaders
+from dedup.clusters import best_of, components, joined, leaders, place_of, smallest_of
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -73,10 +73,10 @@ def ranked(pixels: I64, words: I64) -> I64:
 
 def protect_holdout(decisions: Decisions, holdout: Mask, image: I64) -> None:
     """Drop every pair that shows a picture of the evaluation set, whatever its caption."""
-    group, first = np.unique(image[holdout], return_index=True)
-    shown = decisions.kept & ~holdout & np.isin(image, group)
-    rows = np.flatnonzero(shown)
-    decisions.drop(rows, "holdout", np.flatnonzero(holdout)[first][np.searchsorted(group, image[rows])])
+    first = np.full(len(image), -1)
+    first[image[holdout][::-1]] = np.flatnonzero(holdout)[::-1]
+    rows = np.flatnonzero(decisions.kept & ~holdout & (first[image] >= 0))
+    decisions.drop(rows, "holdout", first[image[rows]])
 
 
 def resolve(
@@ -112,13 +112,18 @@ def clusters(decisions: Decisions, groups: Groups, policy: str) -> I64:
         label = components(n, np.concatenate((rows, rows)), np.concatenate((groups.image, groups.caption)))
     else:
         label = {"image": groups.image, "text": groups.caption}.get(policy, joined(groups.image, groups.caption))
-    many = np.zeros(n, bool)
-    urls = np.unique(joined(label, groups.url))
-    of, count = np.unique(label[urls], return_counts=True)
-    many[of[count > 1]] = True
-    dropped = np.isin(decisions.reason, ("pair_duplicate", "image_duplicate", "caption_duplicate"))
+    many = urls_of(label, groups.url) > 1
+    dropped = np.zeros(n, bool)
+    for reason in ("pair_duplicate", "image_duplicate", "caption_duplicate"):
+        dropped |= decisions.reason == reason
     many[label[dropped]] = True
     return np.where(many[label], label, -1)
+
+
+def urls_of(label: I64, url: I64) -> I64:
+    """How many URLs the group named by each row number has; 0 for row numbers that name none."""
+    first = joined(label, url) == np.arange(len(label))
+    return np.bincount(label[first], minlength=len(label)).astype(np.int64)
 
 
 class _Policy:
@@ -135,14 +140,14 @@ class _Policy:
         """The same caption on the same picture is kept once."""
         rows = self._rows()
         cell = joined(self.groups.image[rows], self.groups.text[rows])
-        best = _best(cell, self.rank[rows])
+        best = best_of(cell, self.rank[rows])
         gone = best != np.arange(len(rows))
         self.decisions.drop(rows[gone], "pair_duplicate", rows[best[gone]])
 
     def one_url_of(self, reason: str, label: I64) -> None:
         """Of each group, the URL of its best pair stays with all its captions."""
         rows = self._rows()
-        best = _best(self._cells(rows, label), self.rank[rows])
+        best = best_of(self._cells(rows, label), self.rank[rows])
         gone = self.groups.url[rows] != self.groups.url[rows[best]]
         self.decisions.drop(rows[gone], reason, rows[best[gone]])
 
@@ -151,28 +156,30 @@ class _Policy:
         rows = self._rows()
         rank = self.rank[rows]
         cell = self._cells(rows, self.groups.caption)
-        shown = _best(joined(cell, self.groups.image[rows]), rank)  # the best pair of each picture stands for it
-        pictures = np.unique(shown)
+        shown = best_of(joined(cell, self.groups.image[rows]), rank)  # the best pair of each picture stands for it
+        pictures = np.flatnonzero(shown == np.arange(len(rows)))
         place = np.zeros(len(rows), np.int64)
-        place[pictures] = _place(cell[pictures], rank[pictures])
+        place[pictures] = place_of(cell[pictures], rank[pictures])
         gone = place[shown] >= self.rules.max_images_per_caption
-        self.decisions.drop(rows[gone], "caption_duplicate", rows[_best(cell, rank)[gone]])
+        self.decisions.drop(rows[gone], "caption_duplicate", rows[best_of(cell, rank)[gone]])
 
     def few_captions_of_pictures(self) -> None:
         """Of each picture, the captions of the best URL first, up to the limit."""
         if not self.rules.max_captions_per_image:
             return
         rows = self._rows()
+        crowd = np.bincount(self.groups.image[rows], minlength=1)[self.groups.image[rows]]
+        rows = rows[crowd > self.rules.max_captions_per_image]
         rank, image = self.rank[rows], self.groups.image[rows]
-        of_url = rank[_best(self.groups.url[rows], rank)]
-        place = _place(image, _order((rank, of_url)))
+        of_url = rank[best_of(self.groups.url[rows], rank)]
+        place = place_of(image, _order((rank, of_url)))
         gone = place >= self.rules.max_captions_per_image
-        best = _best(image, rank)
+        best = best_of(image, rank)
         self.decisions.drop(rows[gone], "caption_cap", rows[best[gone]])
 
     def _cells(self, rows: I64, label: I64) -> I64:
         """Groups among `rows`; under `greedy` only what is similar to the best pair of its group stays with it."""
-        cell = joined(label[rows])
+        cell = smallest_of(label[rows])
         if self.rules.method != "greedy":
             return cell
         wants_image = label is not self.groups.caption
@@ -194,24 +201,3 @@ def _order(keys: tuple[I64, ...]) -> I64:
     rank = np.empty(len(keys[0]), np.int64)
     rank[np.lexsort(keys)] = np.arange(len(keys[0]))
     return rank
-
-
-def _best(label: I64, rank: I64) -> I64:
-    """The position of the best ranked member of each position's group."""
-    order = np.lexsort((rank, label))
-    new = np.ones(len(order), bool)
-    new[1:] = label[order[1:]] != label[order[:-1]]
-    best = np.empty(len(order), np.int64)
-    best[order] = order[np.flatnonzero(new)[np.cumsum(new) - 1]] if len(order) else order
-    return best
-
-
-def _place(label: I64, rank: I64) -> I64:
-    """How many members of its group rank before each position."""
-    order = np.lexsort((rank, label))
-    new = np.ones(len(order), bool)
-    new[1:] = label[order[1:]] != label[order[:-1]]
-    starts = np.flatnonzero(new)[np.cumsum(new) - 1] if len(order) else order
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order)) - starts
-    return place

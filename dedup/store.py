@@ -100,8 +100,9 @@ def caption_edges(
         table = pa.table({"a": keys[edges.a], "b": keys[edges.b], "similarity": edges.similarity})
         _write_marked(folder, name, mark, table)
     a, b, similarity = (table[c].to_numpy() for c in ("a", "b", "similarity"))
-    here = np.isin(a, wanted) & np.isin(b, wanted)
-    return Edges(np.searchsorted(wanted, a[here]), np.searchsorted(wanted, b[here]), similarity[here])
+    at_a, at_b = (np.minimum(np.searchsorted(wanted, x), len(wanted) - 1) for x in (a, b))
+    here = np.flatnonzero((wanted[at_a] == a) & (wanted[at_b] == b)) if len(wanted) else np.zeros(0, np.int64)
+    return Edges(at_a[here], at_b[here], similarity[here])
 
 
 def image_edges(connection: duckdb.DuckDBPyConnection, folder: Folder, hashes: U8, mirrored: U8) -> Edges:
@@ -126,7 +127,7 @@ def _gather(folder: Folder) -> tuple[U64, npt.NDArray[np.uint32], Sets]:
     holds a few of sixty at a time.
     """
     found = [keys for keys, _, _, _ in _set_files(folder, minhash=False)]
-    keys = np.unique(np.concatenate(found)) if found else np.zeros(0, np.uint64)
+    keys = bands.ascending(np.concatenate(found)) if found else np.zeros(0, np.uint64)
     if not len(keys):
         return keys, np.zeros((PERMUTATIONS, 0), np.uint32), load_sets(folder, keys)
     with tempfile.TemporaryFile() as file:
