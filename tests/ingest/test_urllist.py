@@ -1,0 +1,222 @@
+"""Lists of every form give the same plan; rows of one URL stay together; bad lists get one sentence."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import xxhash
+import zstandard
+
+from core.errors import InputError
+from core.storage import Folder
+from ingest.config import IngestConfig
+from ingest.urllist import has_captions, plan_rows, read_unit, write_plan
+
+REAL = os.environ.get("PAIRMILL_REAL_DATA", "")
+ROWS = [
+    {"url": "http://a.test/1,2.jpg", "caption": 'He said "hi", twice', "score": 0.25, "split": "train"},
+    {"url": "http://a.test/ü .png", "caption": "tab\tand\nnew line", "score": 0.5, "split": "train"},
+    {"url": "http://b.test/3.jpg", "caption": "", "score": 1.0, "split": "test"},
+    {"url": "http://a.test/1,2.jpg", "caption": "second caption of the first", "score": 2.0, "split": "test"},
+]
+
+
+def plan(tmp_path: Path, urls: Path | str, **settings: Any) -> pa.Table:
+    folder = Folder(tmp_path / "work")
+    write_plan(IngestConfig(urls=str(urls), **settings), folder)
+    return pa.concat_tables([read_unit(folder, i) for i in range(len(plan_rows(folder)))]).sort_by("row")
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]], *, header: bool = True, **dialect: Any) -> Path:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], **dialect)
+        if header:
+            writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def write(folder: Path, form: str) -> Path:
+    path = folder / f"list.{form}"
+    if form == "csv":
+        return write_csv(path, ROWS)
+    if form == "tsv":
+        return write_csv(path, ROWS, dialect="excel-tab")
+    if form == "parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), path)
+    elif form == "json":
+        path.write_text(json.dumps(ROWS), encoding="utf-8")
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    return path
+
+
+def packed(path: Path, ending: str) -> Path:
+    data = path.read_bytes()
+    target = path.with_name(path.name + ending)
+    target.write_bytes(gzip.compress(data) if ending == ".gz" else zstandard.compress(data))
+    path.unlink()
+    return target
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("form", ["csv", "tsv", "json", "jsonl", "parquet"])
+def test_every_form_gives_the_same_plan(tmp_path: Path, form: str, ending: str) -> None:
+    if form == "parquet" and ending:
+        pytest.skip("parquet is compressed inside")
+    path = write(tmp_path, form)
+    table = plan(tmp_path, packed(path, ending) if ending else path)
+    expected = [{"url": r["url"], "caption_raw": r["caption"], "score": r["score"], "split": r["split"]} for r in ROWS]
+    assert table.drop_columns(["row", "uid"]).to_pylist() == expected
+    assert table["row"].to_pylist() == [0, 1, 2, 3]
+    assert table["uid"][0].as_py() == xxhash.xxh3_128_hexdigest(f"{ROWS[0]['url']}\x00{ROWS[0]['caption']}".encode())
+    assert has_captions(table.schema)
+
+
+def test_any_line_of_a_txt_is_a_url(tmp_path: Path) -> None:
+    path = tmp_path / "list.txt"
+    path.write_bytes(b"\xef\xbb\xbfhttp://a.test/1,2.jpg\r\n\n  http://a.test/x y.jpg\nnot\xff a url\n")
+    table = plan(tmp_path, path)
+    assert table["url"].to_pylist() == ["http://a.test/1,2.jpg", "http://a.test/x y.jpg", "not\ufffd a url"]
+    assert table["caption_raw"].to_pylist() == [None] * 3
+    assert not has_captions(table.schema)
+
+
+def test_unquoted_tabs_keep_their_quotes(tmp_path: Path) -> None:
+    path = tmp_path / "list.tsv"
+    path.write_text('caption\turl\n"so he said\thttp://a.test/1\n5" disc\thttp://a.test/2\n"quoted"\thttp://a.test/3\n')
+    table = plan(tmp_path, path)
+    assert table["caption_raw"].to_pylist() == ['"so he said', '5" disc', '"quoted"']
+
+
+def test_lists_without_a_header_go_by_number(tmp_path: Path) -> None:
+    path = tmp_path / "list.tsv"
+    path.write_text("a dog\thttp://a.test/1\tx\na cat\thttp://a.test/2\ty\n")
+    table = plan(tmp_path, path, url_col="1", caption_col="0")
+    assert table["caption_raw"].to_pylist() == ["a dog", "a cat"]
+    assert table["2"].to_pylist() == ["x", "y"]
+
+
+def test_a_glob_is_one_list(tmp_path: Path) -> None:
+    for i in range(3):
+        write_csv(tmp_path / f"part-{i}.csv", [{"url": f"http://a.test/{i}", "caption": str(i)}])
+    table = plan(tmp_path, tmp_path / "part-*.csv")
+    assert table["url"].to_pylist() == [f"http://a.test/{i}" for i in range(3)]
+
+
+def test_columns_are_found_in_other_case_and_own_names_are_kept_free(tmp_path: Path) -> None:
+    rows = [{"URL": "http://a.test/1", "TEXT": "x", "WIDTH": 7, "caption": "theirs", "uid": "ab12", "tags": ["a", "b"]}]
+    path = tmp_path / "list.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    table = plan(tmp_path, path, caption_col="TEXT")
+    assert table.to_pylist() == [
+        {"row": 0, "uid": "ab12", "url": "http://a.test/1", "caption_raw": "x", "source_WIDTH": 7,
+         "source_caption": "theirs", "tags": '["a", "b"]'}
+    ]  # fmt: skip
+
+
+def test_uids_are_unique_and_fit_file_names(tmp_path: Path) -> None:
+    rows = [{"url": "http://a.test/1", "caption": "x", "uid": uid} for uid in ("same", "same", "a/b", "a/b", "")]
+    uids = plan(tmp_path, write_csv(tmp_path / "list.csv", rows))["uid"].to_pylist()
+    assert uids[0] == "same" and len(set(uids)) == 5
+    assert all(re.fullmatch(r"[A-Za-z0-9_-]{1,64}", uid) for uid in uids)
+
+
+def test_types_that_do_not_hold_to_the_end_become_text(tmp_path: Path) -> None:
+    rows = [{"url": f"http://a.test/{i}", "caption": "x", "n": str(i), "zip": f"0{i}"} for i in range(60_000)]
+    rows[-1]["n"] = "many"
+    table = plan(tmp_path, write_csv(tmp_path / "list.csv", rows))
+    assert table.schema.field("n").type == table.schema.field("zip").type == pa.string()
+    assert table["n"].to_pylist()[-2:] == ["59998", "many"]
+    assert table["row"].to_pylist() == list(range(60_000))
+    assert table["url"].to_pylist() == [row["url"] for row in rows]
+
+
+def test_rows_of_one_url_share_a_unit_and_units_are_of_the_wanted_size(tmp_path: Path) -> None:
+    rows = [{"url": f"http://a.test/{i % 500}", "caption": f"caption {i}"} for i in range(2000)]
+    path = write_csv(tmp_path / "list.csv", rows)
+    folder = Folder(tmp_path / "work")
+    write_plan(IngestConfig(urls=str(path), unit_urls=50), folder)
+    homes: dict[str, set[int]] = {}
+    for number in range(len(plan_rows(folder))):
+        unit = read_unit(folder, number)
+        assert unit["row"].to_pylist() == sorted(unit["row"].to_pylist())
+        for url in unit["url"].to_pylist():
+            homes.setdefault(url, set()).add(number)
+    assert len(homes) == 500 and all(len(units) == 1 for units in homes.values())
+    assert 8 <= len(plan_rows(folder)) <= 12 and sum(plan_rows(folder)) == 2000
+
+
+def test_the_same_list_gives_the_same_plan(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "list.csv", [{"url": f"http://a.test/{i}", "caption": "x"} for i in range(5000)])
+    plans = []
+    for name in ("one", "two"):
+        folder = Folder(tmp_path / name)
+        write_plan(IngestConfig(urls=str(path), unit_urls=700), folder)
+        plans.append(folder.read("ingest/plan.parquet"))
+    assert plans[0] == plans[1]
+
+
+def test_lines_that_are_no_rows_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "list.csv"
+    path.write_bytes(b"url,caption\nhttp://a.test/1,good\nhttp://a.test/2,too,many\nhttp://a.test/3,\xff\xfe bytes\n")
+    assert plan(tmp_path, path)["caption_raw"].to_pylist() == ["good", "\ufffd\ufffd bytes"]
+    assert "1 lines of the list are not rows" in caplog.text
+
+
+def test_lone_surrogates_of_json_do_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "list.jsonl"
+    path.write_text('{"url": "http://a.test/1", "caption": "half a pair: \\ud83d"}\n[1]\n')
+    assert plan(tmp_path, path)["caption_raw"].to_pylist() == ["half a pair: ?"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("list.csv", b"link,alt\nhttp://a.test/1,x\n", "has no column 'url'; it has 'link', 'alt'"),
+        ("list.csv", b"url,captoin\nhttp://a.test/1,x\n", "did you mean 'captoin'?"),
+        ("list.csv", b"url,caption\n", "found no row"),
+        ("list.csv", b"", "empty file"),
+        ("list.txt", b"\n\n", "found no row"),
+        ("list.parquet", b"url,caption\n", "cannot be read as its ending says"),
+        ("list.csv.gz", b"url,caption\n", "cannot be read as its ending says"),
+        ("list.json", b"[{]", "cannot be read as its ending says"),
+        ("list.json", b'{"images": []}', "expected a list of records"),
+        ("list.xlsx", b"", "expected a list ending in"),
+    ],
+)
+def test_bad_lists_get_one_sentence(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError) as error:
+        plan(tmp_path, tmp_path / name)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_list_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="found none"):
+        plan(tmp_path, tmp_path / "missing-*.csv")
+
+
+@pytest.mark.realdata
+@pytest.mark.skipif(not REAL, reason="PAIRMILL_REAL_DATA is not set")
+@pytest.mark.parametrize(
+    ("name", "url_col", "caption_col", "rows"),
+    [
+        ("laion_10000.parquet", "URL", "TEXT", 10_000), ("laion_10000_urls_only.txt", "url", "caption", 10_000),
+        ("cc3m_validation.tsv", "1", "0", 15_833), ("tate_artworks_20000.csv", "thumbnailUrl", "title", 20_000),
+        ("shopify_apparel.csv", "Image Src", "Image Alt Text", 22), ("web_alt/*.csv.gz", "url", "alt", 38_000),
+    ],
+)  # fmt: skip
+def test_real_lists_are_planned_whole(tmp_path: Path, name: str, url_col: str, caption_col: str, rows: int) -> None:
+    table = plan(tmp_path, Path(REAL) / "urllists" / name, url_col=url_col, caption_col=caption_col)
+    assert table.num_rows == rows
+    assert len(set(table["uid"].to_pylist())) == rows
