@@ -69,8 +69,8 @@ class Tokenizer:
 
     def encode(self, texts: list[str], context: int = CONTEXT) -> np.ndarray:
         """int32 (N, context): start marker, tokens, end marker, zeros. Long texts are cut before the end marker."""
-        if context < 2:
-            raise ConfigError(f"context must hold both markers, so at least 2; found {context}.")
+        if context < 3:
+            raise ConfigError(f"context must hold both markers and a token, so at least 3; found {context}.")
         return self._encode([clean(text) for text in texts], context)
 
 
