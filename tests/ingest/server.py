@@ -1,7 +1,7 @@
 """A web server on 127.0.0.1 that does what servers on the open web do, on purpose and on cue.
 
-`/pic/N.jpg` are pictures, `/fault/...` misbehaves. `hits` counts requests by path (with query), `peak` the most requests
-that were open at once.
+`/pic/N.jpg` and `/pic/N.png` are pictures, `/fault/...` misbehaves. `hits` counts requests by path (with query), `peak`
+the most requests that were open at once.
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ def picture(number: int, width: int = 96, height: int = 72) -> bytes:
     rng = np.random.Generator(np.random.PCG64(number))
     coarse = rng.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
     return encode_jpeg(np.ascontiguousarray(coarse.repeat(8, 0).repeat(8, 1)), 90)
+
+
+def as_png(number: int) -> bytes:
+    """The same as PNG, which ingest encodes anew."""
+    out = io.BytesIO()
+    Image.open(io.BytesIO(picture(number))).save(out, "PNG")
+    return out.getvalue()
 
 
 def png(width: int, height: int) -> bytes:
@@ -61,6 +68,7 @@ class Server:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         app = web.Application(middlewares=[self._counted])
         app.router.add_get("/pic/{number:\\d+}.jpg", self._pic)
+        app.router.add_get("/pic/{number:\\d+}.png", self._png)
         app.router.add_get("/fault/{kind}", self._fault)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
@@ -85,6 +93,9 @@ class Server:
 
     async def _pic(self, request: web.Request) -> web.Response:
         return web.Response(body=picture(int(request.match_info["number"])), content_type="image/jpeg")
+
+    async def _png(self, request: web.Request) -> web.Response:
+        return web.Response(body=as_png(int(request.match_info["number"])), content_type="image/png")
 
     async def _fault(self, request: web.Request) -> web.StreamResponse:
         return await getattr(self, f"fault_{request.match_info['kind']}")(request)

@@ -1,0 +1,141 @@
+"""Foreign shards become pairs: the same bytes at their old place, and damage becomes rows."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from core.errors import InputError, WorkFolderError
+from core.imagehash import image_hash
+from core.images import decode, read_header
+from ingest import adopt
+from ingest.config import AdoptConfig
+from tests.ingest.server import picture, png
+
+
+def run(tmp_path: Path, shards: Path, **more: Any) -> dict[str, Any]:
+    return adopt.run(AdoptConfig(shards=str(shards), work=str(tmp_path / "work"), workers=1, **more))
+
+
+def parts(tmp_path: Path) -> list[dict[str, Any]]:
+    paths = sorted((tmp_path / "work/ingest/parts").glob("*.parquet"))
+    return pa.concat_tables([pq.read_table(path) for path in paths]).to_pylist()
+
+
+def tar_of(path: Path, members: dict[str, bytes]) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def test_shards_of_webdataset(tmp_path: Path) -> None:
+    import webdataset
+
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    with webdataset.ShardWriter(str(shards / "%05d.tar"), maxcount=4, verbose=0) as writer:
+        for i in range(10):
+            about = {"url": f"http://a.test/{i}", "similarity": i / 10}
+            writer.write({"__key__": f"sample{i:03d}", "jpg": picture(i), "txt": f"a dog &amp; {i}", "json": about})
+    summary = run(tmp_path, shards)
+    assert (summary["pairs"], summary["shards"], summary["ok"]) == (10, 3, 10)
+    rows = parts(tmp_path)
+    assert len({row["uid"] for row in rows}) == 10
+    for i, row in enumerate(rows):
+        with Path(row["tar"]).open("rb") as file:
+            file.seek(row["tar_offset"])
+            assert file.read(row["tar_size"]) == picture(i)
+        assert row["tar"] == str(shards / f"{i // 4:05d}.tar")
+        assert (row["caption"], row["url"]) == (f"a dog & {i}", f"http://a.test/{i}")
+        assert (row["width"], row["height"], row["stored_width"]) == (96, 72, 96)
+        assert row["sha256"] == hashlib.sha256(picture(i)).hexdigest()
+        assert row["image_hash"] == image_hash(decode(picture(i), read_header(picture(i))))[0]
+        assert row["source_key"] == f"sample{i:03d}" and json.loads(row["source_json"])["similarity"] == i / 10
+    assert not list((tmp_path / "work/ingest/parts").glob("*.tar"))
+
+
+def test_a_folder_of_img2dataset(tmp_path: Path) -> None:
+    """Its layout: KEY.jpg, KEY.txt, KEY.json with url and caption; a parquet and a stats file beside each tar."""
+    members: dict[str, bytes] = {}
+    for i in range(3):
+        key = f"00000{i:04d}"
+        about = {"caption": f"caption {i}", "url": f"http://a.test/{i}", "key": key, "status": "success", "sha256": "0"}
+        members |= {
+            f"{key}.jpg": picture(i),
+            f"{key}.txt": f"caption {i}".encode(),
+            f"{key}.json": json.dumps(about).encode(),
+        }
+    tar_of(tmp_path / "shards/00000.tar", members)
+    (tmp_path / "shards/00000_stats.json").write_text("{}")
+    (tmp_path / "shards/00000.parquet").write_bytes(b"not read")
+    assert run(tmp_path, tmp_path / "shards")["ok"] == 3
+    assert [row["url"] for row in parts(tmp_path)] == [f"http://a.test/{i}" for i in range(3)]
+
+
+def test_samples_that_lack_something_get_outcomes(tmp_path: Path) -> None:
+    members = {
+        "a/whole.v2.png": png(40, 40), "a/whole.txt": b"dots in names", "nopic.txt": b"caption only",
+        "nocap.jpg": picture(1), "broken.jpg": picture(2)[:-200], "broken.txt": b"half", "tiny.png": png(3, 3),
+        "tiny.txt": b"tiny", "json.jpg": picture(3), "json.json": b'{"caption": "from json", "uid": "own-uid"}',
+        "bad.jpg": picture(4), "bad.json": b"{", "bad.txt": b"bad json", "README": b"not a sample",
+    }  # fmt: skip
+    tar_of(tmp_path / "shards/0.tar", members)
+    run(tmp_path, tmp_path / "shards")
+    rows = {row["source_key"]: row for row in parts(tmp_path)}
+    assert {key: row["outcome"] for key, row in rows.items()} == {
+        "a/whole": "ok", "nopic": "not_image", "nocap": "empty_caption", "broken": "truncated", "tiny": "too_small",
+        "json": "ok", "bad": "ok", "README": "not_image",
+    }  # fmt: skip
+    assert (rows["json"]["caption"], rows["json"]["uid"]) == ("from json", "own-uid")
+
+
+@pytest.mark.parametrize("damage", ["cut in a member", "cut at a member", "garbage header", "not a tar", "empty"])
+def test_damaged_tars_become_rows(tmp_path: Path, damage: str) -> None:
+    members: dict[str, bytes] = {}
+    for i in range(4):
+        members |= {f"{i}.jpg": picture(i), f"{i}.txt": b"caption"}
+    path = tar_of(tmp_path / "shards/0.tar", members)
+    body = path.read_bytes()
+    with tarfile.open(path) as tar:
+        third = tar.getmember("2.jpg")
+        at, data = third.offset, third.offset_data
+    damaged = {
+        "cut in a member": body[: data + 100], "cut at a member": body[:at], "not a tar": b"x" * 4096, "empty": b"",
+        "garbage header": body[:at] + np.random.Generator(np.random.PCG64(0)).bytes(512) + body[at + 512 :],
+    }  # fmt: skip
+    path.write_bytes(damaged[damage])
+    tar_of(tmp_path / "shards/1.tar", {"x.jpg": picture(9), "x.txt": b"whole"})
+    summary = run(tmp_path, tmp_path / "shards")
+    outcomes = [row["outcome"] for row in parts(tmp_path)]
+    assert outcomes.count("ok") == (3 if "cut" in damage or "header" in damage else 1) == summary["ok"]
+    assert outcomes[-2] == "truncated" and "tar: " in parts(tmp_path)[-2]["detail"]
+
+
+def test_a_finished_adoption_is_not_repeated_and_shares_no_folder(tmp_path: Path) -> None:
+    tar_of(tmp_path / "shards/0.tar", {"x.jpg": picture(9), "x.txt": b"whole"})
+    assert run(tmp_path, tmp_path / "shards") == run(tmp_path, tmp_path / "shards")
+    from ingest import fetch
+    from ingest.config import IngestConfig
+
+    (tmp_path / "list.txt").write_text("http://a.test/1\n")
+    with pytest.raises(WorkFolderError, match="pairmill adopt"):
+        fetch.run(IngestConfig(urls=str(tmp_path / "list.txt"), work=str(tmp_path / "work")))
+
+
+def test_a_folder_without_tars(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    with pytest.raises(InputError, match=r"\.tar"):
+        run(tmp_path, tmp_path / "shards")

@@ -1,0 +1,222 @@
+"""From a list to parts: every row accounted for, pictures staged once, and nothing lost to kill -9 or to a bad hour."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from core.errors import HardwareError, InputError, RunError, WorkFolderError
+from core.images import decode, read_header
+from core.schema import Outcome, pair_fields
+from ingest import fetch
+from ingest.config import IngestConfig
+from tests.ingest.server import Server, picture
+
+ROOT = Path(__file__).parents[2]
+PASSING = ["attempts", "elapsed_s", "fetched_at"]  # what another run may know differently
+
+NO_RESIZE = 72  # the pictures' own side: torch, which resizes, takes seconds to import in every process
+
+
+def write_list(path: Path, rows: list[tuple[str, str]]) -> str:
+    table = pa.table({"url": [r[0] for r in rows], "caption": [r[1] for r in rows], "split": ["train"] * len(rows)})
+    pq.write_table(table, path)
+    return str(path)
+
+
+def settings(tmp_path: Path, urls: str, **more: Any) -> dict[str, Any]:
+    common = {"urls": urls, "work": str(tmp_path / "work"), "allow_private": True, "workers": 1, "retries": 1}
+    return {**common, "size": 48, "min_side": 16, "timeout": 3.0, **more}
+
+
+def run(tmp_path: Path, urls: str, **more: Any) -> dict[str, Any]:
+    return fetch.run(IngestConfig(**settings(tmp_path, urls, **more)))
+
+
+def parts(work: Path) -> pa.Table:
+    tables = [pq.read_table(path) for path in sorted((work / "ingest/parts").glob("*.parquet"))]
+    return pa.concat_tables(tables).sort_by("row")
+
+
+def staged(work: Path, row: dict[str, Any]) -> bytes:
+    with (work / row["tar"]).open("rb") as file:
+        file.seek(row["tar_offset"])
+        return file.read(row["tar_size"])
+
+
+def test_every_row_has_its_outcome_and_pictures_are_staged(tmp_path: Path, server: Server) -> None:
+    kinds = {
+        "missing": Outcome.HTTP_4XX, "html": Outcome.NOT_IMAGE, "tiny": Outcome.TOO_SMALL, "half": Outcome.TRUNCATED,
+        "until_well": Outcome.HTTP_5XX, "cut": Outcome.TRUNCATED, "once_503": Outcome.OK, "gzipped": Outcome.OK,
+    }  # fmt: skip
+    rows = [(server.url(f"/pic/{i}.jpg"), f"picture &amp; number {i}") for i in range(20)]
+    rows += [(server.url(f"/fault/{kind}"), kind) for kind in kinds]
+    rows += [(server.url("/pic/3.jpg"), "another caption"), (server.url("/pic/99.jpg"), " "), ("ftp://x/y", "no web")]
+    summary = run(tmp_path, write_list(tmp_path / "list.parquet", rows), unit_urls=8)
+
+    table = parts(tmp_path / "work")
+    assert table.schema.names == [f.name for f in pair_fields()] + ["split"]
+    found = {row["row"]: row for row in table.to_pylist()}
+    assert sorted(found) == list(range(len(rows)))
+    outcomes = [*["ok"] * 20, *kinds.values(), "ok", "empty_caption", "bad_url"]
+    assert [found[i]["outcome"] for i in range(len(rows))] == outcomes
+    assert summary["outcomes"] == dict(Counter(outcomes)) and summary["ok"] == outcomes.count("ok")
+    assert summary["rows"] == len(rows) and summary["units"] >= 3
+    assert {"seconds", "cpu_seconds", "bytes"} <= set(summary)
+
+    first = found[3]
+    assert first["caption"] == "picture & number 3" and first["caption_raw"] == "picture &amp; number 3"
+    assert first["sha256"] == hashlib.sha256(picture(3)).hexdigest() and first["bytes"] == len(picture(3))
+    assert (first["format"], first["width"], first["height"], first["lang"]) == ("jpeg", 96, 72, first["lang"])
+    stored = staged(tmp_path / "work", first)
+    assert (
+        decode(stored, read_header(stored)).shape == (48, 64, 3) == (first["stored_height"], first["stored_width"], 3)
+    )
+    assert read_header(stored).baseline_420
+    assert len(first["image_hash"]) == len(first["image_hash_mirrored"]) == 32
+
+    twin = found[20 + len(kinds)]
+    assert (twin["tar"], twin["tar_offset"]) == (first["tar"], first["tar_offset"]) and twin["uid"] != first["uid"]
+    assert server.hits["/pic/3.jpg"] == 1 and server.hits["/pic/99.jpg"] == 0
+
+
+def test_tars_are_plain_sorted_and_dateless(tmp_path: Path, server: Server) -> None:
+    rows = [(server.url(f"/pic/{i}.jpg"), f"picture {i}") for i in range(12)]
+    run(tmp_path, write_list(tmp_path / "list.parquet", rows))
+    table = parts(tmp_path / "work").to_pylist()
+    with tarfile.open(tmp_path / "work/ingest/parts/u000000.tar") as tar:
+        members = tar.getmembers()
+        assert [m.name for m in members] == [f"{row['uid']}.jpg" for row in table]
+        assert [m.offset_data for m in members] == [row["tar_offset"] for row in table]
+        assert {(m.mtime, m.uid, m.gid, m.uname, m.mode) for m in members} == {(0, 0, 0, "", 0o644)}
+
+
+def test_originals_are_kept_byte_by_byte(tmp_path: Path, server: Server) -> None:
+    rows = [(server.url("/pic/1.jpg"), "one")]
+    run(tmp_path, write_list(tmp_path / "list.parquet", rows), keep_original=True)
+    (row,) = parts(tmp_path / "work").to_pylist()
+    assert staged(tmp_path / "work", row) == picture(1)
+    assert (row["stored_width"], row["stored_height"]) == (96, 72)
+
+
+def test_what_fits_already_is_not_encoded_again(tmp_path: Path, server: Server) -> None:
+    run(tmp_path, write_list(tmp_path / "list.parquet", [(server.url("/pic/1.jpg"), "one")]), size=256)
+    (row,) = parts(tmp_path / "work").to_pylist()
+    assert staged(tmp_path / "work", row) == picture(1)
+
+
+def test_a_finished_stage_is_not_repeated_and_other_inputs_are_refused(tmp_path: Path, server: Server) -> None:
+    urls = write_list(tmp_path / "list.parquet", [(server.url("/pic/1.jpg"), "one")])
+    assert run(tmp_path, urls) == run(tmp_path, urls)
+    assert server.hits["/pic/1.jpg"] == 1
+    with pytest.raises(WorkFolderError, match="size was 48, now 64"):
+        run(tmp_path, urls, size=64)
+    write_list(Path(urls), [(server.url("/pic/2.jpg"), "two")])
+    with pytest.raises(WorkFolderError, match="another input"):
+        run(tmp_path, urls)
+    assert run(tmp_path, urls, fresh=True)["ok"] == 1
+
+
+def test_bad_input_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text("link,caption\nhttp://a.test/1,x\n")
+    with pytest.raises(InputError, match="'link'"):
+        run(tmp_path, str(tmp_path / "list.csv"))
+    with pytest.raises(HardwareError, match="pip install"):
+        run(tmp_path, str(tmp_path / "list.csv"), engine="img2dataset")
+
+
+def test_a_collapse_stops_the_run_and_names_hosts(tmp_path: Path, server: Server) -> None:
+    rows = [(server.url(f"/fault/missing?{i}"), "gone") for i in range(30)]
+    with pytest.raises(RunError, match=rf"0 of 30 rows.*http_4xx \(30\).*127.0.0.1:{server.port} \(30\)"):
+        run(tmp_path, write_list(tmp_path / "list.parquet", rows), min_success=0.5)
+
+
+def test_retry_failed_mends_what_may_mend_and_leaves_the_rest(tmp_path: Path, server: Server) -> None:
+    rows = [(server.url(f"/pic/{i}.jpg"), f"picture {i}") for i in range(6)]
+    rows += [(server.url("/fault/until_well"), "later"), (server.url("/fault/missing"), "never")]
+    rows += [(server.url("/fault/until_well"), "later too")]
+    urls = write_list(tmp_path / "list.parquet", rows)
+    assert run(tmp_path, urls, retries=0)["outcomes"] == {"ok": 6, "http_5xx": 2, "http_4xx": 1}
+    before = parts(tmp_path / "work")
+    server.well.set()
+    hits = Counter(server.hits)
+    summary = run(tmp_path, urls, retries=0, retry_failed=True)
+    assert summary["outcomes"] == {"ok": 8, "http_4xx": 1}
+    assert server.hits - hits == {"/fault/until_well": 1}
+    after = parts(tmp_path / "work")
+    moved = ["tar", "tar_offset"]
+    assert after.drop_columns(moved).slice(0, 6).equals(before.drop_columns(moved).slice(0, 6))
+    old = {i: picture(i) for i in range(6)}
+    for row in after.slice(0, 6).to_pylist():
+        assert row["sha256"] == hashlib.sha256(old[row["row"]]).hexdigest()
+        stored = staged(tmp_path / "work", row)
+        assert decode(stored, read_header(stored)).shape == (48, 64, 3)
+    assert [p.name for p in sorted((tmp_path / "work/ingest/parts").glob("*.tar"))] == ["u000000.r1.tar"]
+    # nothing is left to mend, so another round asks no one
+    hits = Counter(server.hits)
+    assert run(tmp_path, urls, retries=0, retry_failed=True)["ok"] == 8
+    assert server.hits == hits
+
+
+def outputs(work: Path) -> tuple[dict[str, bytes], pa.Table]:
+    tars = {path.name: path.read_bytes() for path in (work / "ingest/parts").glob("*.tar")}
+    return tars, parts(work).drop_columns(PASSING)
+
+
+@pytest.mark.parametrize(("workers", "finished_units"), [(1, 1), (2, 3)])
+def test_kill_9_loses_nothing(tmp_path: Path, server: Server, workers: int, finished_units: int) -> None:
+    rows = [(server.url(f"/pic/{i % 150}.{'png' if i % 2 else 'jpg'}"), f"caption {i}") for i in range(180)]
+    rows += [(server.url(f"/fault/missing?{i}"), "gone") for i in range(10)]
+    urls = write_list(tmp_path / "list.parquet", rows)
+    common: dict[str, Any] = {"workers": workers, "unit_urls": 10, "concurrency": 8, "size": NO_RESIZE}
+    run(tmp_path / "calm", urls, **{**common, "workers": 1})
+
+    server.delay = 0.05
+    arguments = settings(tmp_path, urls, **common)
+    command = [sys.executable, "-m", "tests.ingest.run_ingest", json.dumps(arguments)]
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
+    part_folder = tmp_path / "work/ingest/parts"
+    deadline = time.monotonic() + 60
+    while len(list(part_folder.glob("u*.parquet"))) < finished_units:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    done = {path.name: path.stat().st_mtime_ns for path in part_folder.glob("u*.parquet")}
+    assert len(done) < 16
+
+    server.delay = 0.0
+    summary = run(tmp_path, urls, **{**common, "workers": 1})
+    assert summary["rows"] == 190
+    assert all((part_folder / name).stat().st_mtime_ns == then for name, then in done.items())
+    assert not list(part_folder.glob(".tmp-*"))
+    tars, table = outputs(tmp_path / "work")
+    calm_tars, calm_table = outputs(tmp_path / "calm/work")
+    assert tars == calm_tars
+    assert table.equals(calm_table)
+
+
+def test_two_workers_write_what_one_writes(tmp_path: Path, server: Server) -> None:
+    rows = [(server.url(f"/pic/{i}.{'png' if i % 2 else 'jpg'}"), f"caption {i}") for i in range(60)]
+    urls = write_list(tmp_path / "list.parquet", rows)
+    run(tmp_path / "one", urls, unit_urls=10, size=NO_RESIZE)
+    arguments = settings(tmp_path / "two", urls, unit_urls=10, workers=2, size=NO_RESIZE)
+    command = [sys.executable, "-W", "error", "-m", "tests.ingest.run_ingest", json.dumps(arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ok"] == 60
+    one, two = outputs(tmp_path / "one/work"), outputs(tmp_path / "two/work")
+    assert one[0] == two[0] and one[1].equals(two[1])
