@@ -1,7 +1,7 @@
 """A web server on 127.0.0.1 that does what servers on the open web do, on purpose and on cue.
 
-`/pic/N.jpg` and `/pic/N.png` are pictures, `/fault/...` misbehaves. `hits` counts requests by path (with query), `peak`
-the most requests that were open at once.
+`/pic/N.jpg` and `/pic/N.png` are pictures, `/fault/...` misbehaves. `hits` counts requests by path (with query),
+`peak` the most requests that were open at once.
 """
 
 from __future__ import annotations
