@@ -75,8 +75,9 @@ def open_stage(config: StageConfig, name: str, *, home: str, inputs: str = "", r
     with _locked(folder):
         recorded = read_settings(folder).get(name, {})
         if config.fresh:
-            recorded = {}
             folder.remove(home)
+        if not folder.list(f"{home}/*"):
+            recorded = {}  # nothing was made with them: a mistyped first command binds nobody
         _check_settings(folder, name, recorded, config)
         if recorded and recorded.get("inputs", "") != inputs:
             if not redo:

@@ -60,6 +60,12 @@ def test_other_settings_are_refused_naming_the_setting(tmp_path: Path) -> None:
     assert read_settings(Folder(tmp_path))["bake"]["flour"] == "oat"
 
 
+def test_settings_that_made_nothing_bind_nobody(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), open_stage(BakeConfig(work=str(tmp_path)), "bake", home="bread"):
+        raise ZeroDivisionError
+    assert bake(BakeConfig(work=str(tmp_path), flour="oat")) == "baked"
+
+
 def test_two_runs_do_not_share_a_folder_and_death_frees_it(tmp_path: Path) -> None:
     code = (
         "import sys, time; from core.config import StageConfig; from core.work import open_stage\n"
