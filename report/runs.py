@@ -41,10 +41,9 @@ def _load(folder: Folder, name: str) -> dict[str, Any]:
     rows = jsonl(folder, f"{home}/metrics.jsonl", POINTS)
     rows = [row for row in rows if isinstance(row.get("step"), int)]
     evals = _by_step(jsonl(folder, f"{home}/eval.jsonl"))
-    config = _json(folder, f"{home}/config.json")
     return {
         "name": name,
-        "config": config if isinstance(config, dict) else {},
+        "config": _settings(_json(folder, f"{home}/config.json")),
         "steps": {key: [_finite(row.get(key)) for row in rows] for key in ("step", *SERIES)},
         "split": split(rows),
         "evals": evals,
@@ -52,6 +51,12 @@ def _load(folder: Folder, name: str) -> dict[str, Any]:
         "zero_shot": _newest(evals, "zero_shot"),
         "last": rows[-1] if rows else {},
     }
+
+
+def _settings(recorded: Any) -> dict[str, Any]:
+    """The settings as run, without those that every verb has."""
+    found = recorded.get("as_run", recorded) if isinstance(recorded, dict) else {}
+    return {key: value for key, value in found.items() if key not in ("work", "workers", "engine", "fresh")}
 
 
 def jsonl(folder: Folder, name: str, points: int = 0) -> list[dict[str, Any]]:

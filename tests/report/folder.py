@@ -140,7 +140,10 @@ def _shard(folder: Path) -> None:
 def _train(folder: Path) -> None:
     home = folder / "runs" / "first"
     home.mkdir(parents=True)
-    (home / "config.json").write_text(json.dumps({"model": "test-32", "batch_size": 8, "lr": 5e-4}))
+    settings = {"model": "test-32", "batch_size": 8, "lr": 5e-4}
+    (home / "config.json").write_text(
+        json.dumps({"settings": settings, "as_run": {**settings, "work": "work"}, "version": "0.1.0"})
+    )
     (home / "examples.json").write_text(json.dumps(_examples()))
     with (home / "metrics.jsonl").open("w") as file:
         for step in range(10, 210, 10):

@@ -1,0 +1,207 @@
+"""Three short trials on the user's own shards, model and machine: loader alone, model alone, both together.
+
+Each uses the parts of the real loop (`train.data`, `train.gradcache`, `train.optim`), for one rank. Rates are pairs a
+second of this rank; the first steps of each trial are left out, as they fill queues and caches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core.metrics import Series
+from core.runner import cores
+from shardkit.reader import Batch as RawBatch
+from shardkit.reader import BatchReader, ShardSet
+from train.config import TrainConfig
+from train.data import QUEUE_DEPTH, Batch, Loader, Plan, Preparer, Quarantine, make_decoder
+from train.distributed import keep_freed_memory
+from train.gradcache import gradcache_step
+from train.loss import clip_loss
+from train.models import model_config
+from train.optim import clamp_log_scale, clip_grad_norm, make_optimizer
+from train.tokenizer import Tokenizer
+from train.towers import CLIP
+
+ENDLESS = 1 << 40  # steps; a trial ends by the clock
+WARM_STEPS = 2
+LOOKED_AT = 64  # pictures whose headers are read
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one trial measured: pairs a second, steps counted, and seconds by place (sums over those steps)."""
+
+    rate: float
+    steps: int
+    seconds: float
+    places: dict[str, dict[str, float]]
+
+    def share(self, place: str) -> float:
+        """Share of the trial's time spent at a place."""
+        return self.places.get(place, {}).get("sum", 0.0) / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What the shards hold, from the headers of a few pictures."""
+
+    progressive: float
+    """Share of progressive JPEGs, which no hardware decoder takes."""
+    foreign: float
+    """Share of pictures that are no JPEG."""
+    pixels: float
+    """Mean pixels of a stored picture."""
+
+
+class _ByTheClock(Loader):
+    """A loader without an end; its thread ends with the trial instead of preparing a batch of every epoch to come."""
+
+    def _one_epoch(self, epoch: int) -> None:
+        if self._closed.is_set():
+            raise StopIteration
+        super()._one_epoch(epoch)
+
+
+class Bench:
+    """Everything the trials share. `batch_size` is one rank's; the settings are those of a run."""
+
+    def __init__(self, config: TrainConfig, batch_size: int, ranks: int, device: torch.device) -> None:
+        if device.type == "cpu":
+            keep_freed_memory()
+        self.config, self.batch_size, self.device = config, batch_size, device
+        self.threads = config.threads or max(1, cores() // ranks)
+        self.shard_set = ShardSet.open(config.shards or f"{config.work}/shards")
+        self.plan = Plan.of(self.shard_set, config.seed, batch_size)
+        self.shape = model_config(config.model)
+        self.pictures = _look_at(self.shard_set)
+
+    def read(self, seconds: float) -> Trial:
+        """Bytes from the shards, nothing else."""
+        with contextlib.closing(self._raw_batches()) as batches:
+            return self._timed(lambda: next(batches, None) is not None, seconds, {}, skip=QUEUE_DEPTH)
+
+    def _raw_batches(self) -> Generator[RawBatch, None, None]:
+        for epoch in itertools.count():
+            with BatchReader(self.shard_set, self.plan.order(epoch)) as reader:
+                yield from reader
+
+    def load(self, seconds: float) -> tuple[Trial, Batch]:
+        """Read, decode and tokenise; also returns the last batch, for the model's trial."""
+        last: list[Batch] = []
+        with self._loader(epoch=1) as loader:
+            batches = iter(loader)
+
+            def step() -> bool:
+                last[:] = [next(batches)]
+                return True
+
+            places = {"reader": loader.waits.reader, "decode_busy": loader.waits.decode_busy}
+            trial = self._timed(step, seconds, places, skip=QUEUE_DEPTH)
+        return trial, last[0]
+
+    def compute(self, batch: Batch, seconds: float) -> Trial:
+        """Training steps on one batch that is already on the device."""
+        held, step = batch.to(self.device), self._stepper()
+        return self._timed(lambda: step(held), seconds, {}, skip=WARM_STEPS)
+
+    def both(self, seconds: float) -> Trial:
+        """The real loop."""
+        step, copying, computing = self._stepper(), Series(), Series()
+        with self._loader(epoch=2) as loader:
+            batches = iter(loader)
+
+            def once() -> bool:
+                batch = next(batches)
+                with copying.timed():
+                    held = batch.to(self.device)
+                    self._wait()
+                with computing.timed():
+                    return step(held)
+
+            places = {"decode": loader.waits.decode, "h2d": copying, "compute": computing,
+                      "reader": loader.waits.reader, "decode_busy": loader.waits.decode_busy}  # fmt: skip
+            return self._timed(once, seconds, places, skip=QUEUE_DEPTH + WARM_STEPS)
+
+    def _timed(self, once: Callable[[], bool], seconds: float, places: dict[str, Series], *, skip: int) -> Trial:
+        """Call `once` for `seconds` after `skip` calls that do not count, or until it returns False."""
+        begun = time.perf_counter()
+        for _ in range(skip):
+            if not once() or time.perf_counter() - begun > 3 * seconds:
+                break
+        for series in places.values():
+            series.take()
+        start, steps = time.perf_counter(), 0
+        while (steps == 0 or time.perf_counter() - start < seconds) and once():
+            steps += 1
+        elapsed = time.perf_counter() - start
+        return Trial(steps * self.batch_size / elapsed, steps, elapsed, {n: s.take() for n, s in places.items()})
+
+    @contextlib.contextmanager
+    def _loader(self, epoch: int) -> Iterator[Loader]:
+        """The run's own loader, from an epoch that the other trials do not read."""
+        size, config = self.shape.image_size, self.config
+        decoder = make_decoder(config.decode, size, self.threads, self.batch_size, self.device)
+        with contextlib.closing(decoder), tempfile.TemporaryDirectory(prefix="pairmill-trial-") as folder:
+            loader = _ByTheClock(
+                self.plan, Preparer(decoder, Tokenizer(), self.shape.context),
+                Quarantine(Path(folder) / "quarantine.jsonl", 0, 1.0), rank=0, ranks=1,
+                start=epoch * self.plan.steps_per_epoch, stop=ENDLESS, crop=config.crop, flip=config.flip,
+            )  # fmt: skip
+            with loader:
+                yield loader
+
+    def _stepper(self) -> Callable[[Batch], bool]:
+        """One update of the weights of a fresh model."""
+        torch.manual_seed(0)
+        model = CLIP(self.shape, self.config.precision).to(self.device)
+        model.set_checkpointing(self.config.checkpointing)
+        model.train()
+        optimizer = make_optimizer(model, 1e-6, self.config.wd)
+
+        def step(batch: Batch) -> bool:
+            optimizer.zero_grad(set_to_none=True)
+
+            def loss(img: Any, txt: Any, scale: Any) -> Any:
+                return clip_loss(img, txt, scale, valid_b=batch.valid_b)
+
+            gradcache_step(model, batch.pixels_bCSS, batch.tokens_bL, loss, self.config.micro_batch or None)
+            clip_grad_norm(model.parameters(), self.config.grad_clip or None)
+            optimizer.step()
+            clamp_log_scale(model)
+            self._wait()
+            return True
+
+        return step
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _look_at(shard_set: ShardSet) -> Pictures:
+    """Headers of pictures spread over the set."""
+    import numpy as np
+
+    from core import images
+    from core.errors import ImageError
+
+    wanted = np.linspace(0, len(shard_set) - 1, min(LOOKED_AT, len(shard_set))).astype(np.int64)
+    headers = []
+    for sample in shard_set.read(wanted):
+        with contextlib.suppress(ImageError):
+            headers.append(images.read_header(sample.data))
+    count = max(1, len(headers))
+    return Pictures(
+        progressive=sum(h.progressive for h in headers) / count,
+        foreign=sum(h.format.lower() not in ("jpeg", "jpg") for h in headers) / count,
+        pixels=sum(h.width * h.height for h in headers) / count,
+    )
