@@ -21,13 +21,17 @@ def number(value: float) -> str:
     """12,300 or 0.0123: whole where it is whole, else three digits that count."""
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
+    if abs(value) < 1e-4:
+        return f"{value:.2e}"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
     words = f"{value:,.{min(digits, 8)}f}"
     return words.rstrip("0").rstrip(".") if "." in words else words
 
 
 def percent(value: float) -> str:
-    """`value` in [0, 1] as 12 % or 1.2 %."""
+    """`value` in [0, 1] as 12 %, 1.2 % or <0.1 %."""
+    if 0 < value < 0.0005:
+        return "<0.1 %"
     words = f"{100 * value:.0f}" if value >= 0.0995 else f"{100 * value:.1f}".removesuffix(".0")
     return f"{words} %"
 
@@ -59,8 +63,9 @@ def figure(title: str, *body: Any, note: Any = None, wide: bool = False, marks: 
     )  # fmt: skip
 
 
-def bars(title: str, rows: Sequence[dict[str, Any]], *, note: Any = None, tone: str = "a", total: float = 0) -> Markup:
-    """Horizontal bars of {name, rows, tip?}; shares are of `total`, or of the sum."""
+def bars(title: str, rows: Sequence[dict[str, Any]], *, note: Any = None, tone: str = "a", total: float = 0,
+         long: bool = False) -> Markup:  # fmt: skip
+    """Horizontal bars of {name, rows, tip?}; shares are of `total`, or of the sum. `long` gives the names more room."""
     whole = total or sum(row["rows"] for row in rows) or 1
     high = max((row["rows"] for row in rows), default=1) or 1
     items = []
@@ -76,7 +81,7 @@ def bars(title: str, rows: Sequence[dict[str, Any]], *, note: Any = None, tone: 
                 class_="mark", data_tip=tip,
             )
         )  # fmt: skip
-    return figure(title, tag("ol", items, class_=f"bars tone-{tone}"), note=note)
+    return figure(title, tag("ol", items, class_=f"bars tone-{tone}{' long' if long else ''}"), note=note)
 
 
 def histogram(title: str, bins: Sequence[dict[str, Any]], *, note: Any = None, median: float | None = None) -> Markup:
@@ -148,7 +153,10 @@ def _chart(title: str, x: Sequence[float], series: Sequence[Series], drawn: list
     low, high, ticks = axis
     places = [(t, 100 - 100 * (t - low) / (high - low)) for t in ticks]
     grid = [tag("line", x1=0, x2=100, y1=f"{at:.2f}", y2=f"{at:.2f}", class_="grid") for _, at in places]
-    words = [tag("span", y(t), style=f"top:{at:.2f}%") for t, at in places]
+    named = [y(t) for t in ticks]
+    if len(set(named)) < len(named):  # a narrow range needs more digits than a value does
+        named = [f"{100 * t:.5g} %" if y is percent else f"{t:.6g}" for t in ticks]
+    words = [tag("span", name, style=f"top:{at:.2f}%") for name, (_, at) in zip(named, places, strict=True)]
     keys = [tag("span", tag("i", class_=f"swatch tone-{tone}"), name) for name, tone in legend]
     if level:
         keys.append(tag("span", tag("i", class_="swatch dashed"), f"{level[0]} {y(level[1])}"))

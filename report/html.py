@@ -95,7 +95,7 @@ def _header(report: dict[str, Any], title: str) -> Markup:
         tag("h1", title),
         tag("p", story(audit, run), class_="story"),
         _headlines(audit, run),
-        _funnel(audit.get("funnel", {})),
+        _funnel(audit),
         id="top",
     )
 
@@ -161,36 +161,36 @@ def _headlines(audit: dict[str, Any], run: dict[str, Any]) -> Markup | None:
     )  # fmt: skip
 
 
-def _funnel(funnel: dict[str, int]) -> Markup | None:
+def _funnel(audit: dict[str, Any]) -> Markup | None:
     """Columns whose bands narrow from each stage to the next; on a phone, rows with bars."""
+    funnel = audit.get("funnel", {})
     if len(funnel) < 2:
         return None
     names = list(funnel)
     first = max(funnel[names[0]], 1)
     items = []
-    shares = list(itertools.accumulate((min(1.0, funnel[name] / first) for name in names), min))
+    epochs = funnel.get("seen", 0) / max(audit.get("samples", {}).get("samples", 0), 1)
+    shares = list(itertools.accumulate((funnel[name] / first for name in names), min))
+    if "seen" in funnel:
+        shares[-1] = shares[-2] * min(1.0, epochs)
     for name, share, following in zip(names, shares, [*shares[1:], shares[-1]], strict=True):
         label, meaning = STAGES[name]
         items.append(
             tag(
                 "li", tag("span", label, class_="stage"), tag("strong", number(funnel[name])),
-                tag("span", _times(funnel, name, first), class_="share"),
-                tag("span", tag("i"), class_="band"), tag("span", _loss(funnel, names, name), class_="loss"),
+                tag("span", f"{epochs:.1f} epochs" if name == "seen" else percent(funnel[name] / first), class_="share"),
+                tag("span", tag("i"), class_="band"), _loss(audit, names, name),
                 title=meaning, style=f"--s:{share:.4f};--n:{following:.4f}", class_=name,
             )
         )  # fmt: skip
     return tag("ol", items, class_="funnel", aria_label="Funnel: how many are left after each stage")
 
 
-def _times(funnel: dict[str, int], name: str, first: int) -> str:
-    if name == "seen" and funnel.get("sharded"):
-        return f"{funnel['seen'] / funnel['sharded']:.1f} × the shards"
-    return percent(funnel[name] / first)
-
-
-def _loss(funnel: dict[str, int], names: list[str], name: str) -> str:
-    at = names.index(name)
-    if name not in LOSSES or at == 0:
-        return ""
-    lost = funnel[names[at - 1]] - funnel[name]
-    return f"−{number(lost)} {LOSSES[name]}" if lost > 0 else ""
+def _loss(audit: dict[str, Any], names: list[str], name: str) -> Markup:
+    """What was lost on the way to a stage, or how many of its pairs are held out."""
+    funnel, at = audit["funnel"], names.index(name)
+    lost = funnel[names[at - 1]] - funnel[name] if at else 0
+    if name in LOSSES and lost > 0:
+        return tag("span", f"−{number(lost)} {LOSSES[name]}", class_="loss")
+    held = audit.get("decisions", {}).get("holdout", 0)
+    return tag("span", f"{number(held)} are held out" if name == "sharded" and held else None, class_="loss plain")

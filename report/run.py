@@ -63,11 +63,11 @@ def collect(folder: Folder, *, run_name: str = "", pictures: int = 6) -> dict[st
         "clusters": gallery.clusters(connection, thumbnails, largest, 2 * pictures),
         "run": {**latest, "examples": examples} if latest else None,
         "settings": settings,
-        "recipe": recipe(settings),
+        "recipe": recipe(settings, str(folder)),
     }
 
 
-def recipe(settings: dict[str, Any]) -> str:
+def recipe(settings: dict[str, Any], work: str) -> str:
     """The settings as a recipe that `pairmill run` takes; what the stages noted for themselves is left out."""
     import tomli_w
 
@@ -78,4 +78,4 @@ def recipe(settings: dict[str, Any]) -> str:
         if isinstance(values, dict)
     }
     order = ["ingest", "adopt", "dedup", "shard", "train", "eval", "report"]
-    return tomli_w.dumps({stage: stages[stage] for stage in order if stage in stages})
+    return tomli_w.dumps({"work": work} | {stage: stages[stage] for stage in order if stage in stages})

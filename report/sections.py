@@ -32,7 +32,7 @@ SPLIT_TONES = ("b", "c", "a")
 def build(report: dict[str, Any]) -> Iterator[tuple[str, str, Child]]:
     """(anchor, heading, body) of each section, in the page's order."""
     audit = report.get("audit", {})
-    yield "dropped", "What was dropped, and why", dropped(audit, report.get("dropped", []), report.get("failures", []))
+    yield "dropped", "What was dropped, and why", dropped(report)
     yield "duplicates", "Duplicate clusters", duplicates(audit, report.get("clusters", []))
     yield "data", "The data", data(audit)
     run = report.get("run")
@@ -44,8 +44,9 @@ def build(report: dict[str, Any]) -> Iterator[tuple[str, str, Child]]:
 # ---------------------------------------------------------------- dropped
 
 
-def dropped(audit: dict[str, Any], reasons: list[dict[str, Any]], failures: list[dict[str, Any]]) -> Child:
+def dropped(report: dict[str, Any]) -> Child:
     """Reasons as bars, examples of rows that were not fetched, and a gallery that can be filtered by reason."""
+    audit = report.get("audit", {})
     figures = []
     lost = [row for row in audit.get("outcomes", []) if row["name"] != "ok"]
     rows = audit.get("pairs", {}).get("rows", 0)
@@ -60,7 +61,7 @@ def dropped(audit: dict[str, Any], reasons: list[dict[str, Any]], failures: list
         figures.append(charts.bars("How copies were recognised", [_spelled(r) for r in audit["evidence"]], tone="c"))
     if not figures:
         return None
-    return [tag("div", figures, class_="grid"), _failures(failures), _gallery(reasons)]
+    return [tag("div", figures, class_="grid"), _failures(report.get("failures", [])), _gallery(report)]
 
 
 def _spelled(row: dict[str, Any]) -> dict[str, Any]:
@@ -80,8 +81,9 @@ def _failures(failures: list[dict[str, Any]]) -> Child:
     return tag("details", tag("summary", "Examples of rows that were not fetched"), tag("div", table, class_="scroll"))
 
 
-def _gallery(reasons: list[dict[str, Any]]) -> Child:
-    reasons = [reason for reason in reasons if reason["pairs"]]
+def _gallery(report: dict[str, Any]) -> Child:
+    reasons = [reason for reason in report.get("dropped", []) if reason["pairs"]]
+    where = report.get("settings", {}).get("dedup", {}).get("where")
     if not reasons:
         return None
     chips = [_chip("all", "all", pressed=True)]
@@ -89,7 +91,8 @@ def _gallery(reasons: list[dict[str, Any]]) -> Child:
     for reason in reasons:
         name = str(reason["reason"] or "unknown")
         chips.append(_chip(name, f"{name} {number(reason['rows'])}"))
-        heading = tag("h4", name, tag("span", REASONS.get(name, _rule(name))))
+        meaning = f"not kept by the rule {where}" if name == "where" and where else REASONS.get(name, _rule(name))
+        heading = tag("h4", name, tag("span", meaning))
         copies = any(pair["survivor"] for pair in reason["pairs"])
         cards = tag("ul", [_card(pair) for pair in reason["pairs"]], class_="cards" if copies else "cards small")
         groups.append(tag("div", heading, cards, class_="group", data_reason=name))
@@ -218,7 +221,7 @@ def _words(audit: dict[str, Any]) -> Child:
     if audit.get("captions"):
         rows = [{"name": row["caption"], "rows": row["rows"]} for row in audit["captions"][:10]]
         total = audit.get("pairs", {}).get("ok", 0)
-        figures.append(charts.bars("Captions used more than once", rows, total=total, tone="c"))
+        figures.append(charts.bars("Captions used more than once", rows, total=total, tone="c", long=True))
     return tag("div", figures, class_="grid") if figures else None
 
 

@@ -82,6 +82,7 @@ def test_the_recipe_gives_the_same_settings_back(source: str) -> None:
     recipe = re.search(r"<pre[^>]*>(.*?)</pre>", source, re.DOTALL)
     assert recipe
     stages = tomllib.loads(recipe.group(1).replace("&quot;", '"'))
+    assert stages["work"].endswith("/work")
     assert stages["ingest"] == {"urls": "list.tsv", "size": 96}
     assert stages["train"] == {"model": "test-32", "batch_size": 8, "lr": 5e-4}
 
