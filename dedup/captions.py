@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -105,9 +106,9 @@ def _kind(path: str) -> str:
 
 def _write(folder: Folder, number: int, first: int, batch: pa.RecordBatch) -> None:
     unit = f"u{number:06d}"
-    rows = pa.array(range(first, first + batch.num_rows), pa.int64())
-    named = pa.array([f"{row:012d}" for row in range(first, first + batch.num_rows)])
+    rows = pa.array(np.arange(first, first + batch.num_rows))
+    named = pc.utf8_lpad(rows.cast(pa.string()), 12, "0")
     uid = pc.coalesce(batch["uid"].cast(pa.string()), named)
-    table = pa.table({"uid": uid, "unit": pa.array([unit] * batch.num_rows), "row": rows, "caption": batch["caption"]})
+    table = pa.table({"uid": uid, "unit": pa.repeat(unit, batch.num_rows), "row": rows, "caption": batch["caption"]})
     with folder.staged(f"{HOME}/{unit}.parquet") as path:
         pq.write_table(table, path)

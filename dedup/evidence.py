@@ -17,6 +17,8 @@ from dedup.match import Edges, Sets, jaccard
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dedup.policy import Decisions
+
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 F32 = npt.NDArray[np.float32]
@@ -137,17 +139,23 @@ class Likeness:
             )
         return similarity, kind
 
-    def of_removals(self, reasons: npt.NDArray[np.object_], rows: I64, survivors: I64) -> tuple[list[str], F32]:
-        """Evidence and similarity of each removal: of the looser of the two sides where it rests on both."""
-        on_image = reasons != "caption_duplicate"
-        on_caption = (reasons == "caption_duplicate") | (reasons == "pair_duplicate")
+    def of_removals(self, decisions: Decisions) -> tuple[pa.Array, pa.Array]:
+        """Evidence and similarity of each pair that has a survivor: of the looser side where it rests on both."""
+        rows = np.flatnonzero(decisions.survivor >= 0)
+        survivors = decisions.survivor[rows]
+        by_caption = decisions.has("caption_duplicate")[rows]
+        by_both = decisions.has("pair_duplicate")[rows]
         similarity, kind = np.ones(len(rows), np.float32), np.full(len(rows), len(KINDS), np.int8)
-        for used, compare in ((on_image, self._image), (on_caption, self._caption)):
+        for used, compare in ((~by_caption, self._image), (by_caption | by_both, self._caption)):
             at = np.flatnonzero(used)
             value, known_by = compare(rows[at], survivors[at])
             looser = (value < similarity[at]) | ((value == similarity[at]) & (known_by < kind[at]))
             similarity[at[looser]], kind[at[looser]] = value[looser], known_by[looser]
-        return [KINDS[k] for k in kind.tolist()], similarity
+        place = np.zeros(len(self.pairs), np.int64)
+        place[rows] = np.arange(len(rows))
+        at_row = pa.array(place, mask=decisions.survivor < 0)
+        names = pa.DictionaryArray.from_arrays(pa.array(kind), pa.array(KINDS)).cast(pa.string())
+        return names.take(at_row), pa.array(similarity).take(at_row)
 
 
 def image_groups(pairs: Pairs, edges: Edges) -> tuple[I64, I64]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pairmill.dedup")
 I64 = npt.NDArray[np.int64]
 PARTS = "ingest/parts"
+LARGEST = 5
 ALARM_SHARE, ALARM_PAIRS = 0.01, 100  # a cluster of captions this large is boilerplate more often than repetition
 
 
@@ -87,7 +88,7 @@ def _decide(
     groups = _groups(connection, folder, pairs, config)
     likeness = Likeness(pairs, lambda keys: store.load_sets(folder, keys))
     decisions, holdout, rules = _decisions(pairs, groups, likeness, verdicts, config)
-    dropped = _counts(decisions.reason[~decisions.kept])
+    dropped = decisions.counts()
     if read > len(pairs):
         dropped["repeated_row"] = read - len(pairs)
     largest = _largest(connection, folder, parts, pairs, groups.caption)
@@ -168,22 +169,18 @@ def _publish(
 ) -> None:
     folder.remove("dedup/done.json")  # it speaks of the decisions that are about to be replaced
     uid = pairs.table["uid"].combine_chunks()
-    with_survivor = np.flatnonzero(decisions.survivor >= 0)
-    kinds, values = likeness.of_removals(
-        decisions.reason[with_survivor], with_survivor, decisions.survivor[with_survivor]
-    )
-    evidence, similarity = np.full(len(pairs), None, object), np.full(len(pairs), np.nan, np.float32)
-    evidence[with_survivor], similarity[with_survivor] = kinds, values
+    evidence, similarity = likeness.of_removals(decisions)
+    reasons = pa.DictionaryArray.from_arrays(pa.array(decisions.code, mask=decisions.kept), pa.array(decisions.reasons))
     columns = [
         uid,
         pa.array(decisions.kept),
         pa.array(holdout),
-        pa.array(decisions.reason, pa.string(), mask=decisions.kept),
+        reasons.cast(pa.string()),
         uid.take(pa.array(decisions.cluster, mask=decisions.cluster < 0)),
         uid.take(pa.array(groups.image)),
         uid.take(pa.array(decisions.survivor, mask=decisions.survivor < 0)),
-        pa.array(evidence, pa.string()),
-        pa.array(similarity, pa.float32(), mask=np.isnan(similarity)),
+        evidence,
+        similarity,
     ]
     with folder.staged("dedup/clusters.parquet") as path:
         pq.write_table(_cluster_table(uid, groups, decisions), path)
@@ -218,17 +215,12 @@ def _expected_recall(threshold: float) -> dict[str, float]:
     return {f"{s:g}": round(bands.expected_recall(s, rows), 4) for s in at}
 
 
-def _counts(reasons: npt.NDArray[np.object_]) -> dict[str, int]:
-    names, counts = np.unique(reasons.astype(str), return_counts=True)
-    return dict(sorted(zip(names.tolist(), counts.tolist(), strict=True), key=lambda item: (-item[1], item[0])))
-
-
 def _largest(
     connection: duckdb.DuckDBPyConnection, folder: Folder, parts: str, pairs: Pairs, caption: I64
 ) -> list[dict[str, Any]]:
-    """The ten largest groups of near-equal captions, each with its first caption."""
+    """The largest groups of near-equal captions, each with its first caption."""
     count = np.bincount(caption)
-    top = np.argsort(-count, kind="stable")[:10]
+    top = np.argsort(-count, kind="stable")[:LARGEST]
     top = top[count[top] > 1]
     uids = pairs.table["uid"].take(pa.array(top)).to_pylist()
     source = folder.path(f"{parts}/*.parquet").replace("'", "''")

@@ -70,7 +70,7 @@ def caption_edges(
         beside = [minhashes_KS[(start + rows + k) % PERMUTATIONS][ids].astype(np.uint64) for k in (0, 1)]
         nearness = (beside[0] << np.uint64(32)) | beside[1]
         fitting = _of_like_size(bands.candidates(ids, keys, nearness), sets.sizes, floor)
-        found = bands.ascending(np.concatenate((found, fitting)))
+        found = bands.merged(found, fitting)
     a, b = bands.unpair(found)
     return Edges(a, b, jaccard(sets, a, b)).at_least(floor)
 

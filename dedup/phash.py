@@ -48,7 +48,7 @@ def image_edges(connection: duckdb.DuckDBPyConnection, hashes_H: U8, mirrored_H:
         keys_N, following = following, band_keys(both_N, (band + 1) % BANDS, width)
         rows, keys = bands.colliding(connection, keys_N)
         candidates = bands.candidates(rows, keys, following[rows], names=rows % count)
-        found = bands.ascending(np.concatenate((found, candidates)))
+        found = bands.merged(found, candidates)
     a, b = bands.unpair(found)
     similarity = (1 - distances(hashes_H, mirrored_H, a, b) / 256).astype(np.float32)
     return Edges(a, b, similarity).at_least(1 - most_bits / 256)

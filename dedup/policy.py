@@ -45,23 +45,36 @@ class Rules:
 
 @dataclass
 class Decisions:
-    """`reason` [N] is empty for a kept pair; `survivor` is a row number, -1 where there is none."""
+    """`code` [N] indexes `reasons`, 0 for a kept pair; `survivor` is a row number, -1 where there is none."""
 
-    reason: npt.NDArray[np.object_]
+    code: npt.NDArray[np.int16]
     survivor: I64
+    reasons: list[str] = field(default_factory=lambda: [""])
     cluster: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @classmethod
     def all_kept(cls, n: int) -> Decisions:
-        return cls(np.full(n, "", object), np.full(n, -1, np.int64))
+        return cls(np.zeros(n, np.int16), np.full(n, -1, np.int64))
 
     @property
     def kept(self) -> Mask:
-        return self.reason == ""
+        return self.code == 0
+
+    def has(self, *reasons: str) -> Mask:
+        """Which pairs were dropped for one of `reasons`."""
+        return np.isin(self.code, [self.reasons.index(r) for r in reasons if r in self.reasons])
 
     def drop(self, rows: I64, reason: str, survivors: I64) -> None:
-        self.reason[rows] = reason
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+        self.code[rows] = self.reasons.index(reason)
         self.survivor[rows] = survivors
+
+    def counts(self) -> dict[str, int]:
+        """Dropped pairs by reason, the most frequent first."""
+        counts = np.bincount(self.code, minlength=len(self.reasons)).tolist()
+        found = [(name, n) for name, n in zip(self.reasons, counts, strict=True) if name and n]
+        return dict(sorted(found, key=lambda item: (-item[1], item[0])))
 
 
 def ranked(pixels: I64, words: I64) -> I64:
@@ -113,10 +126,7 @@ def clusters(decisions: Decisions, groups: Groups, policy: str) -> I64:
     else:
         label = {"image": groups.image, "text": groups.caption}.get(policy, joined(groups.image, groups.caption))
     many = urls_of(label, groups.url) > 1
-    dropped = np.zeros(n, bool)
-    for reason in ("pair_duplicate", "image_duplicate", "caption_duplicate"):
-        dropped |= decisions.reason == reason
-    many[label[dropped]] = True
+    many[label[decisions.has("pair_duplicate", "image_duplicate", "caption_duplicate")]] = True
     return np.where(many[label], label, -1)
 
 

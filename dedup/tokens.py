@@ -80,7 +80,7 @@ def tokenise(captions: pa.Array) -> Tokens:
 def distinct(tokens: Tokens) -> Tokens:
     """The same captions as sets: every token once, in the order of the vocabulary."""
     caption = np.repeat(np.arange(len(tokens.lengths)), tokens.lengths)
-    keys = np.sort((caption << 32) | tokens.ids)
+    keys = np.sort((caption << 32) | tokens.ids, kind="stable")  # a merge of short runs: a fifth of the time
     first = np.ones(len(keys), bool)
     first[1:] = keys[1:] != keys[:-1]
     keys = keys[first]

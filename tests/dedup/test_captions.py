@@ -83,7 +83,7 @@ def components(n: int, pairs: set[tuple[int, int]]) -> list[int]:
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     work, captions = tmp_path_factory.mktemp("world"), planted(6000)
     write_parts(work, [pair(f"p{i:05d}", c, f"http://x/{i}") for i, c in enumerate(captions)], sizes=[2500, 1500])
-    decide(work, policy="text", max_images_per_caption=1)
+    decide(work, policy="text", max_images_per_caption=1, method="components")
     return work, captions
 
 

@@ -121,9 +121,9 @@ def test_greedy_removes_only_what_is_similar_to_what_stays(tmp_path: Path) -> No
     chain = [" ".join(words[i : i + 10]) for i in range(4)]  # neighbours share 9 of 11 words, the ends 7 of 13
     rows = [pair(f"p{i}", c, f"http://x/{i}") for i, c in enumerate(chain)]
     write_parts(tmp_path, rows)
-    decide(tmp_path, policy="text", max_images_per_caption=1)
+    decide(tmp_path, policy="text", max_images_per_caption=1, method="components")
     assert kept(tmp_path) == {"p0"}
-    decide(tmp_path, policy="text", max_images_per_caption=1, method="greedy")
+    decide(tmp_path, policy="text", max_images_per_caption=1)
     assert kept(tmp_path) == {"p0", "p2"}
     found = decisions(tmp_path)
     assert all(found[u]["similarity"] == pytest.approx(9 / 11) for u in ("p1", "p3"))
