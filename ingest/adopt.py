@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import re
 import tarfile
 import time
 from collections import Counter
@@ -113,6 +114,7 @@ def adopt_tar(unit: Unit, *, config: AdoptConfig, folder: Folder, tars: list[str
             rows.append({**row, "unit": unit.id, "row": (unit.start << 32) + number})
     if reader.damage:
         rows.append(_damage_row(reader, unit, len(rows)))
+    rows.extend(_failure_rows(tar, unit, len(rows)))
     if config.lang:
         for row, lang in zip(rows, captions.languages([r["caption"] or "" for r in rows]), strict=True):
             row["lang"] = lang
@@ -217,6 +219,47 @@ def _damage_row(reader: _Tar, unit: Unit, number: int) -> dict[str, Any]:
         **dict.fromkeys(f.name for f in pair_fields()), "uid": hashed(f"{reader.name}#damage"), "unit": unit.id,
         "row": (unit.start << 32) + number, "outcome": str(Outcome.TRUNCATED), "detail": f"tar: {reader.damage}",
         "attempts": 0, "source_key": None, "source_json": None,
+    }  # fmt: skip
+
+
+def _failure_rows(tar: str, unit: Unit, number: int) -> list[dict[str, Any]]:
+    """What img2dataset could not fetch, by the table it leaves beside each tar; none where there is no such table."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    beside, name = Folder("/"), tar.removesuffix(".tar") + ".parquet"
+    if not beside.exists(name):
+        return []
+    try:
+        with beside.open(name) as file:
+            table = pq.read_table(file, use_threads=False)
+        failed = [row for row in table.to_pylist() if row["status"] != "success"]
+        return [_failure_row(row, unit, number + i) for i, row in enumerate(failed)]
+    except (pa.ArrowException, KeyError) as error:
+        log.warning("%s is not img2dataset's table, so its failures are not known: %s", name, error)
+        return []
+
+
+_REASONS = (
+    (r"429", Outcome.HTTP_429), (r"HTTP Error 4", Outcome.HTTP_4XX), (r"HTTP Error 5", Outcome.HTTP_5XX),
+    (r"timed out", Outcome.TIMEOUT), (r"Name or service|name resolution|getaddrinfo|No address", Outcome.DNS),
+    (r"certificate|SSL", Outcome.TLS), (r"disallowed", Outcome.OPTED_OUT), (r"too small", Outcome.TOO_SMALL),
+    (r"aspect ratio", Outcome.BAD_ASPECT), (r"unknown url type|no host", Outcome.BAD_URL),
+    (r"decoding|NoneType", Outcome.CORRUPT),
+)  # fmt: skip
+
+
+def _failure_row(known: dict[str, Any], unit: Unit, number: int) -> dict[str, Any]:
+    """One failure of img2dataset in our words: its messages are urllib's and its resizer's."""
+    message = str(known.get("error_message") or known["status"])
+    unknown = Outcome.CORRUPT if known["status"] == "failed_to_resize" else Outcome.CONNECT
+    outcome = next((o for pattern, o in _REASONS if re.search(pattern, message)), unknown)
+    raw, url = known.get("caption"), known.get("url")
+    return {
+        **dict.fromkeys(f.name for f in pair_fields()), "uid": _uid(known.get("uid"), url, raw, f"{known['key']}"),
+        "unit": unit.id, "row": (unit.start << 32) + number, "url": url, "caption_raw": raw, "outcome": str(outcome),
+        "caption": None if raw is None else captions.clean(raw), "detail": message[:200], "attempts": 1,
+        "source_key": known["key"], "source_json": None,
     }  # fmt: skip
 
 

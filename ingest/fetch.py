@@ -46,7 +46,7 @@ JUDGED_ROWS = 1000  # rows before `min_success` is judged
 
 @dataclass
 class Report:
-    """What a worker did: rows by outcome, failed rows by host, bytes received, seconds of CPU."""
+    """What a worker did: rows by outcome, failed rows by host, seconds of CPU of the worker's process."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     failing_hosts: Counter[str] = field(default_factory=Counter)
@@ -78,6 +78,7 @@ def run(config: IngestConfig) -> dict[str, Any]:
             return stage.finished
         stage.folder.sweep("ingest")
         stage.folder.sweep(staging.PARTS)
+        staging.sweep_tars(stage.folder)
         urllist.write_plan(config, stage.folder)
         return _fetch_all(config, stage)
 
@@ -111,9 +112,10 @@ def _fetch_all(config: IngestConfig, stage: Stage) -> dict[str, Any]:
     catalog.write(stage.folder)
     check_success(total, config.min_success, enough=1)
     summary = staging.summary(stage.folder)
-    own_cpu = time.process_time() - cpu if workers > 1 else 0.0
-    seconds = {"seconds": time.monotonic() - started, "cpu_seconds": total.cpu_seconds + own_cpu}
-    return stage.finish({**summary, **seconds, "units": len(rows)})
+    cpu_seconds = total.cpu_seconds + time.process_time() - cpu
+    return stage.finish(
+        {**summary, "seconds": time.monotonic() - started, "cpu_seconds": cpu_seconds, "units": len(rows)}
+    )
 
 
 def unit_id(number: int) -> str:
@@ -160,7 +162,8 @@ def fetch_span(group: Group, *, config: IngestConfig, folder: Folder, span: int)
         report = asyncio.run(_Span(config, folder).work(group, span))
     except BaseExceptionGroup as errors:
         raise _first_cause(errors) from errors
-    report.cpu_seconds = time.process_time() - cpu
+    if multiprocessing.parent_process() is not None:  # in the main process it is counted there
+        report.cpu_seconds = time.process_time() - cpu
     return report
 
 

@@ -148,6 +148,19 @@ def retryable_units(folder: Folder) -> frozenset[str]:
     return frozenset(row[0] for row in found)
 
 
+def sweep_tars(folder: Folder) -> None:
+    """Remove tars that no part names any more: a killed `--retry-failed` may leave the old one behind."""
+    tars = set(folder.list(f"{PARTS}/*.tar"))
+    if not any(round_of(tar) > 0 for tar in tars):
+        return
+    with catalog.connect(folder) as connection:
+        named = {row[0] for row in connection.execute("SELECT DISTINCT tar FROM pairs").fetchall()}
+    finished = {name.removesuffix(".parquet") for name in folder.list(f"{PARTS}/*.parquet")}
+    for tar in sorted(tars - named):
+        if re.sub(r"(\.r\d+)?\.tar$", "", tar) in finished:
+            folder.remove(tar)
+
+
 def summary(folder: Folder) -> dict[str, Any]:
     """Over all parts: rows, ok, outcomes by name (most common first), bytes received (once a URL)."""
     with catalog.connect(folder) as connection:

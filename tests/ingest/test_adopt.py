@@ -80,9 +80,26 @@ def test_a_folder_of_img2dataset(tmp_path: Path) -> None:
         }
     tar_of(tmp_path / "shards/00000.tar", members)
     (tmp_path / "shards/00000_stats.json").write_text("{}")
-    (tmp_path / "shards/00000.parquet").write_bytes(b"not read")
+    failures = {
+        "HTTP Error 404: Not Found": "http_4xx", "HTTP Error 429: Too Many Requests": "http_429",
+        "<urlopen error timed out>": "timeout", "<urlopen error [Errno -2] Name or service not known>": "dns",
+        "Use of image disallowed by X-Robots-Tag directive": "opted_out", "image decoding error": "corrupt",
+        "<urlopen error [Errno 111] Connection refused>": "connect",
+    }  # fmt: skip
+    table = [{"key": f"f{i}", "url": f"http://f.test/{i}", "caption": "x", "status": "failed_to_download",
+              "error_message": message} for i, message in enumerate(failures)]  # fmt: skip
+    table.append({**table[0], "key": "000000000", "status": "success", "error_message": ""})
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "shards/00000.parquet")
     assert run(tmp_path, tmp_path / "shards")["ok"] == 3
-    assert [row["url"] for row in parts(tmp_path)] == [f"http://a.test/{i}" for i in range(3)]
+    rows = parts(tmp_path)
+    assert [row["url"] for row in rows[:3]] == [f"http://a.test/{i}" for i in range(3)]
+    assert [row["outcome"] for row in rows[3:]] == list(failures.values())
+
+
+def test_a_parquet_of_someone_else_beside_a_tar_is_no_harm(tmp_path: Path) -> None:
+    tar_of(tmp_path / "shards/0.tar", {"x.jpg": picture(9), "x.txt": b"whole"})
+    (tmp_path / "shards/0.parquet").write_bytes(b"PAR1 or not")
+    assert run(tmp_path, tmp_path / "shards")["pairs"] == 1
 
 
 def test_samples_that_lack_something_get_outcomes(tmp_path: Path) -> None:

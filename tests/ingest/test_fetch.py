@@ -21,7 +21,8 @@ import pytest
 from core.errors import HardwareError, InputError, RunError, WorkFolderError
 from core.images import decode, read_header
 from core.schema import Outcome, pair_fields
-from ingest import fetch
+from core.storage import Folder
+from ingest import fetch, staging
 from ingest.config import IngestConfig
 from tests.ingest.server import Server, picture
 
@@ -134,8 +135,26 @@ def test_bad_input_is_told_before_anything_is_written(tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text("link,caption\nhttp://a.test/1,x\n")
     with pytest.raises(InputError, match="'link'"):
         run(tmp_path, str(tmp_path / "list.csv"))
+
+
+def test_the_other_engine_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (Path(sys.executable).parent / "img2dataset").exists():
+        pytest.skip("it is installed")
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(HardwareError, match="pip install"):
-        run(tmp_path, str(tmp_path / "list.csv"), engine="img2dataset")
+        run(tmp_path, "list.csv", engine="img2dataset")
+
+
+def test_a_txt_list_needs_no_captions_and_an_object_store_is_a_work_folder(tmp_path: Path, server: Server) -> None:
+    (tmp_path / "list.txt").write_text(f"{server.url('/pic/1.png')}\n{server.url('/fault/missing')}\n")
+    store = Folder(f"memory://{tmp_path.name}")
+    summary = run(tmp_path, str(tmp_path / "list.txt"), work=store.url, size=NO_RESIZE)
+    assert summary["outcomes"] == {"http_4xx": 1, "ok": 1}
+    rows = staging.read_part(store, "u000000").to_pylist()
+    good = next(row for row in rows if row["outcome"] == "ok")
+    assert good["caption"] is None and good["lang"] is None
+    stored = store.read_range(good["tar"], good["tar_offset"], good["tar_size"])
+    assert read_header(stored).baseline_420
 
 
 def test_a_collapse_stops_the_run_and_names_hosts(tmp_path: Path, server: Server) -> None:
@@ -165,10 +184,12 @@ def test_retry_failed_mends_what_may_mend_and_leaves_the_rest(tmp_path: Path, se
         stored = staged(tmp_path / "work", row)
         assert decode(stored, read_header(stored)).shape == (48, 64, 3)
     assert [p.name for p in sorted((tmp_path / "work/ingest/parts").glob("*.tar"))] == ["u000000.r1.tar"]
+    (tmp_path / "work/ingest/parts/u000000.tar").write_bytes(b"what a killed retry would leave")
     # nothing is left to mend, so another round asks no one
     hits = Counter(server.hits)
     assert run(tmp_path, urls, retries=0, retry_failed=True)["ok"] == 8
     assert server.hits == hits
+    assert not (tmp_path / "work/ingest/parts/u000000.tar").exists()
 
 
 def outputs(work: Path) -> tuple[dict[str, bytes], pa.Table]:
