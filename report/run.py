@@ -49,9 +49,7 @@ def collect(folder: Folder, *, run_name: str = "", pictures: int = 6) -> dict[st
     thumbnails = gallery.Thumbnails(folder, PICTURE_BYTES)
     largest = page.get("clusters", {}).get("largest", [])[:LARGEST_CLUSTERS]
     examples = runs.examples(folder, latest, thumbnails) if latest else {}
-    settings = read_settings(folder)
-    if latest and latest["config"]:
-        settings.setdefault("train", latest["config"])
+    settings = all_settings(folder, latest)
     return {
         "title": str(folder),
         "folder": str(folder),
@@ -65,6 +63,18 @@ def collect(folder: Folder, *, run_name: str = "", pictures: int = 6) -> dict[st
         "settings": settings,
         "recipe": recipe(settings, str(folder)),
     }
+
+
+def all_settings(folder: Folder, run: dict[str, Any] | None) -> dict[str, Any]:
+    """Settings of every stage that ran: those that bind the folder, those a stage may change afterwards, the run's."""
+    settings = read_settings(folder)
+    for stage, home in (("dedup", "dedup"), ("shard", "shards")):
+        noted = runs.json_file(folder, f"{home}/done.json")
+        if stage in settings and isinstance(noted, dict) and isinstance(noted.get("settings"), dict):
+            settings[stage] = {**settings[stage], **noted["settings"]}
+    if run and run["config"]:
+        settings.setdefault("train", run["config"])
+    return settings
 
 
 def recipe(settings: dict[str, Any], work: str) -> str:

@@ -43,7 +43,7 @@ def _load(folder: Folder, name: str) -> dict[str, Any]:
     evals = _by_step(jsonl(folder, f"{home}/eval.jsonl"))
     return {
         "name": name,
-        "config": _settings(_json(folder, f"{home}/config.json")),
+        "config": _settings(json_file(folder, f"{home}/config.json")),
         "steps": {key: [_finite(row.get(key)) for row in rows] for key in ("step", *SERIES)},
         "split": split(rows),
         "evals": evals,
@@ -96,7 +96,7 @@ def examples(folder: Folder, run: dict[str, Any], thumbnails: Thumbnails) -> dic
 
     Returns {images: [{picture, captions: [{caption, score, right}]}], texts: [{caption, pictures: [{picture, right}]}]}.
     """
-    found = _json(folder, f"runs/{run['name']}/examples.json")
+    found = json_file(folder, f"runs/{run['name']}/examples.json")
     if not isinstance(found, dict):
         return {"images": [], "texts": []}
     images = [
@@ -122,7 +122,8 @@ def _thumbnail(item: dict[str, Any], thumbnails: Thumbnails) -> str | None:
         return None
 
 
-def _json(folder: Folder, name: str) -> Any:
+def json_file(folder: Folder, name: str) -> Any:
+    """The contents of a JSON file; None where it is not there, or half written."""
     if not folder.exists(name):
         return None
     try:

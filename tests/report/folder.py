@@ -113,6 +113,9 @@ def _dedup(folder: Path) -> None:
         rows.append(row)
     path = folder / "dedup" / "decisions.parquet"
     path.parent.mkdir()
+    with (folder / "pairmill.toml").open("a") as file:
+        file.write('[dedup]\ncaptions = ""\ninputs = "cd"\nversion = "0.1.0"\n')
+    (path.parent / "done.json").write_text(json.dumps({"kept": 46, "settings": {"where": "width < 1000"}}))
     pq.write_table(pa.Table.from_pylist(rows, schema.decision_schema()), path)
 
 

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -81,9 +82,10 @@ def test_nothing_is_loaded_from_anywhere(source: str) -> None:
 def test_the_recipe_gives_the_same_settings_back(source: str) -> None:
     recipe = re.search(r"<pre[^>]*>(.*?)</pre>", source, re.DOTALL)
     assert recipe
-    stages = tomllib.loads(recipe.group(1).replace("&quot;", '"'))
+    stages = tomllib.loads(unescape(recipe.group(1)))
     assert stages["work"].endswith("/work")
     assert stages["ingest"] == {"urls": "list.tsv", "size": 96}
+    assert stages["dedup"] == {"captions": "", "where": "width < 1000"}  # also what may be decided again
     assert stages["train"] == {"model": "test-32", "batch_size": 8, "lr": 5e-4}
 
 
