@@ -130,3 +130,13 @@ def test_bad_input_gets_one_sentence(tmp_path: Path) -> None:
         decide(tmp_path / "w", captions=str(table))
     with pytest.raises(InputError, match=r"expected a file of parquet, csv"):
         decide(tmp_path / "w", captions=str(part.parent.parent / "parts" / ".."))
+
+
+def test_datasketchs_signatures_lead_to_the_same_decisions(tmp_path: Path) -> None:
+    write_parts(tmp_path, _rows(120))
+    decide(tmp_path, policy="text", max_images_per_caption=1, threshold=0.85)
+    expected = decisions(tmp_path)
+    stamp = (tmp_path / "dedup" / "signatures" / "u000000.parquet").stat().st_mtime_ns
+    decide(tmp_path, policy="text", max_images_per_caption=1, threshold=0.85, minhash="datasketch")
+    assert (tmp_path / "dedup" / "signatures" / "u000000.parquet").stat().st_mtime_ns != stamp
+    assert decisions(tmp_path) == expected
