@@ -37,7 +37,8 @@
       if (!(event.key in steps) || event.altKey || event.ctrlKey || event.metaKey) return;
       event.preventDefault();
       const from = marks.indexOf(current);
-      const to = from < 0 ? (steps[event.key] > 0 ? 0 : marks.length - 1) : from + steps[event.key];
+      const start = from >= 0 ? from : steps[event.key] > 0 ? -1 : marks.length;
+      const to = start + steps[event.key];
       show(marks[Math.min(Math.max(to, 0), marks.length - 1)]);
     });
     figure.addEventListener("blur", () => show(null));

@@ -165,22 +165,40 @@ def test_long_runs_stay_small(tmp_path: Path) -> None:
     assert "20,000" in (work / "report.html").read_text()
 
 
+def dump(source: str, folder: Path) -> str:
+    """The page's document after its scripts have run in a real browser."""
+    (folder / "page.html").write_text(source)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+             "--disable-background-networking", "--disable-component-update", f"--user-data-dir={folder}/profile"]  # fmt: skip
+    command = [str(CHROMIUM), *flags, "--dump-dom", f"file://{folder}/page.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert "Uncaught" not in done.stderr and "Refused" not in done.stderr
+    return done.stdout
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_a_browser_runs_our_script_and_no_other(source: str, tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(source)
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-             "--disable-background-networking", "--disable-component-update", f"--user-data-dir={tmp_path}/profile"]  # fmt: skip
-    done = subprocess.run(
-        [str(CHROMIUM), *flags, "--dump-dom", f"file://{tmp_path}/page.html"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0
-    assert "<title>work · pairmill report</title>" in done.stdout
+    document = dump(source, tmp_path)
+    assert "<title>work · pairmill report</title>" in document
     # our script has moved the words of the marks from <title> to data-tip, so it ran under the content policy
-    assert '<g class="mark"><title>' not in done.stdout and 'data-tip="step 10: loss' in done.stdout
-    assert "Uncaught" not in done.stderr and "Refused" not in done.stderr
+    assert '<g class="mark"><title>' not in document and 'data-tip="step 10: loss' in document
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_arrow_keys_read_values_and_chips_filter(source: str, tmp_path: Path) -> None:
+    script = """<script>
+      const press = (figure, key) => figure.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+      const loss = [...document.querySelectorAll("figure[tabindex]")].find((f) => f.textContent.startsWith("Loss"));
+      press(loss, "End"); press(loss, "ArrowLeft");
+      const words = document.getElementById("tip").textContent;
+      document.querySelector('.chips [data-reason="align:aspect"]').click();
+      const shown = [...document.querySelectorAll(".gallery .group")].filter((g) => !g.hidden).map((g) => g.dataset.reason);
+      document.title = words + " | " + shown;
+    </script></body>"""
+    open_page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", source).replace("</body>", script)
+    title = re.search("<title>(.*?)</title>", dump(open_page, tmp_path))
+    assert title and title.group(1) == "step 190: loss 0.892 | align:aspect"
 
 
 def test_captions_of_the_fixture_are_told_apart() -> None:
