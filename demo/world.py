@@ -187,7 +187,7 @@ class Scene:
 
     @property
     def size(self) -> str:
-        return "small" if self.diameter < 0.52 else "large" if self.diameter > 0.68 else ""
+        return "small" if self.diameter < 0.6 else "large" if self.diameter > 0.75 else ""
 
     def mirrored(self) -> Scene:
         return replace(self, place=self.place and (-self.place[0], self.place[1]))
@@ -201,7 +201,7 @@ def scene(rng: Random, combination: tuple[str, str], kinds: int = 1, count: int 
         things.append(Thing(*other, rng.choice(TEXTURES)))
     backgrounds = [name for name in BACKGROUNDS if all(_contrast(thing.colour, name) > 130 for thing in things)]
     single = len(things) == 1 and count == 1
-    diameter = rng.uniform(0.42, 0.78) if single else rng.uniform(0.40, 0.48)
+    diameter = rng.uniform(0.5, 0.86) if single else rng.uniform(0.42, 0.48)
     return Scene(tuple(things), rng.choice(backgrounds), diameter, rng.choice(PLACES) if single else None)
 
 
@@ -334,12 +334,12 @@ def _background(rng: Random, name: str, width: int, height: int) -> Image.Image:
     from PIL import Image
 
     base = Image.new("RGB", (width, height), tuple(_jitter(rng, BACKGROUNDS[name], 8)))
-    strength = 0.5 if name == "cloudy" else rng.uniform(0.16, 0.28)
-    for cells in (5, 13):
+    strength = 0.45 if name == "cloudy" else rng.uniform(0.18, 0.28)
+    for cells in (6, 12):
         blobs = Image.frombytes("L", (cells, cells), rng.randbytes(cells * cells))
         clouds = blobs.resize((width, height), Image.Resampling.BICUBIC)
         base = Image.blend(base, clouds.convert("RGB"), strength)
-        strength *= 0.5
+        strength *= 0.6
     return base
 
 
@@ -470,10 +470,10 @@ class Studio:
         return scene(rng, combination or rng.choice(TRAINED))
 
     def scene(self, rng: Random, index: int) -> Scene:
-        """Three scenes in five show one object, one in five several of a kind, one in five two kinds."""
+        """Seven scenes in ten show one object, the others several of a kind or two kinds."""
         combination = TRAINED[index % len(TRAINED)]
         sort = rng.random()
-        return scene(rng, combination, kinds=2 if sort > 0.8 else 1, count=rng.randint(2, 4) if 0.6 < sort <= 0.8 else 1)
+        return scene(rng, combination, kinds=2 if sort > 0.85 else 1, count=rng.randint(2, 4) if 0.7 < sort <= 0.85 else 1)
 
     def save(self, where: str, stem: str, body: bytes, form: str) -> str:
         """Writes one file and returns its name."""
