@@ -14,6 +14,8 @@ from core.work import package_version, read_settings
 from report import audit, gallery, html, runs
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from report.config import ReportConfig
 
 log = logging.getLogger("pairmill.report")
@@ -89,3 +91,11 @@ def recipe(settings: dict[str, Any], work: str) -> str:
     }
     order = ["ingest", "adopt", "dedup", "shard", "train", "eval", "report"]
     return tomli_w.dumps({"work": work} | {stage: stages[stage] for stage in order if stage in stages})
+
+
+def render(summary: dict[str, Any]) -> RenderableType:
+    """Where the page is, for a terminal."""
+    from rich.text import Text
+
+    words = f"  {summary['bytes'] / 1e6:.2f} MB, made in {summary['seconds']:.1f} s; open it in any browser"
+    return Text(summary["report"], style="bold").append(words, style="not bold dim")
