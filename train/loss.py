@@ -152,7 +152,7 @@ class _ClipLoss(torch.autograd.Function):
         pairs = sums[1].clamp(min=1)
         ctx.save_for_backward(scale, row_lse, col_lse, pairs, *stripe[:2])
         ctx.stripe, ctx.pg = stripe._replace(img_bD=img.new_empty(0), txt_BD=img.new_empty(0)), pg
-        ctx.scale_like = log_scale
+        ctx.scalar_type = log_scale.dtype
         loss, accuracy = sums[0] / pairs, sums[2] / pairs
         ctx.mark_non_differentiable(accuracy)
         return loss, accuracy
@@ -166,7 +166,7 @@ class _ClipLoss(torch.autograd.Function):
         weight = grad * _world(ctx.pg) / (2 * pairs)
         d_img *= weight
         d_txt = _send_home(d_txt_BD, ctx.pg).mul_(weight)
-        d_scale = (img * d_img).sum().to(ctx.scale_like.dtype)
+        d_scale = (img * d_img).sum().to(ctx.scalar_type)
         return d_img, d_txt, d_scale, None, None, None, None
 
 

@@ -31,7 +31,7 @@ INITIAL_LOG_SCALE = math.log(1 / 0.07)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 # Rows of padding a text segment may hold before a new one is opened; each segment costs some 20 small calls a layer.
-SEGMENT_WASTE = 96
+SEGMENT_WASTE = 256
 
 
 def trim(tokens_BL: Tensor) -> Tensor:

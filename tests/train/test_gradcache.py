@@ -48,7 +48,7 @@ def test_any_micro_batch_equals_the_whole(micro: int | None) -> None:
     loss = full_loss(*whole(*make_batch()), whole.logit_scale)
     loss.backward()
     found = gradcache_step(split, *make_batch(), clip_loss, micro)
-    assert float(found) == pytest.approx(float(loss), rel=1e-12)
+    assert found.item() == pytest.approx(loss.item(), rel=1e-12)
     assert not found.requires_grad
     assert len(gradients(split)) == len(list(split.parameters()))
     assert_equal(gradients(split), gradients(whole))
