@@ -186,8 +186,13 @@ def _read_samples(folder: Folder, shards: list[Shard]) -> pa.Table:
 
     columns = ["shard", "key", "uid", "captions", "jpg_offset", "jpg_size", "width", "height", "crc32", "image_group"]
     try:
-        with folder.open(SAMPLES) as file:
-            table = pq.read_table(file, columns=columns)
+        if folder.local is not None:
+            # by path: a table read from a Python file and still alive at exit aborts the process in one of three runs
+            # where torch is loaded too (pyarrow 26, torch 2.13)
+            table = pq.read_table(folder.local / SAMPLES, columns=columns)
+        else:
+            with folder.open(SAMPLES) as file:
+                table = pq.read_table(file, columns=columns)
     except FileNotFoundError:
         raise DataError(
             f"expected {SAMPLES} beside {SHARDS} in {folder}, found none; run `pairmill shard` again"
