@@ -27,6 +27,7 @@ from core.config import build, plain
 from core.errors import ConfigError, PairmillError, RunError, WorkFolderError
 from core.storage import Folder
 from core.work import package_version
+from train import checkpoint
 from train.config import TrainConfig
 from train.distributed import World, barrier, choose_device, launch_ranks, ranks_from_env, world
 from train.evaluate import val_folder
@@ -162,9 +163,9 @@ def _locked(home: Path) -> Iterator[None]:
 
 
 def _check_settings(config: TrainConfig, home: Path) -> None:
-    """Compare with the settings the run began with, or write them down."""
+    """Compare with the settings the run began with, or write them down. A run without a checkpoint binds nobody."""
     folder, wanted = Folder(home), plain(config.fingerprint())
-    if folder.exists(SETTINGS):
+    if folder.exists(SETTINGS) and (folder.exists(DONE) or checkpoint.steps_saved(home / "checkpoints")):
         recorded = json.loads(folder.read(SETTINGS))["settings"]
         for key in sorted(set(recorded) | set(wanted)):
             if recorded.get(key) != wanted.get(key):
