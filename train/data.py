@@ -247,11 +247,13 @@ class Loader:
     def _work(self) -> None:
         try:
             for epoch in range(self.start // self.plan.steps_per_epoch, -(-self.stop // self.plan.steps_per_epoch)):
-                self._one_epoch(epoch)
+                if not self._one_epoch(epoch):
+                    return
         except BaseException as error:  # crosses to the loop's thread, where it is raised
             self._put(error)
 
-    def _one_epoch(self, epoch: int) -> None:
+    def _one_epoch(self, epoch: int) -> bool:
+        """Whether anyone still wants batches."""
         first = epoch * self.plan.steps_per_epoch
         view_of = Augment(self.plan.seed, epoch, self.crop, self.flip)
         begin = max(0, self.start - first)
@@ -264,7 +266,8 @@ class Loader:
                     batch, reasons = self.preparer.prepare(step, raw.samples, view_of)
                 self.quarantine.note(batch, raw.samples, reasons)
                 if not self._put(batch):
-                    return
+                    return False
+        return True
 
     def _put(self, item: Batch | BaseException) -> bool:
         while not self._closed.is_set():

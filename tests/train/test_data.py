@@ -1,0 +1,173 @@
+"""The loader: the same batches and choices for any number of ranks and threads, bad pictures, starvation, order."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from core.errors import ConfigError, InputError, RunError
+from core.metrics import Jsonl
+from shardkit.reader import ShardSet
+from tests.train.shards import make_work
+from train.data import FEW_BAD, Augment, Batch, Loader, Plan, Preparer, Quarantine
+from train.decode_cpu import GREY, CpuDecoder
+from train.tokenizer import Tokenizer
+
+SIZE, CONTEXT, BATCH = 32, 77, 24
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_work(tmp_path_factory.mktemp("data"), 100)
+
+
+@pytest.fixture(scope="module")
+def plan(work: Path) -> Plan:
+    return Plan.of(ShardSet.open(work / "shards"), seed=3, batch_size=BATCH)
+
+
+def load(
+    plan: Plan, quarantine: Path, rank: int = 0, ranks: int = 1, start: int = 0, stop: int = 6, threads: int = 2,
+    max_bad: float = 0.01,
+) -> list[Batch]:  # fmt: skip
+    with closing(CpuDecoder(SIZE, threads)) as decoder:
+        preparer = Preparer(decoder, Tokenizer(), CONTEXT)
+        loader = Loader(
+            plan, preparer, Quarantine(quarantine, rank, max_bad), rank=rank, ranks=ranks, start=start, stop=stop,
+            crop=0.9, flip=True,
+        )  # fmt: skip
+        with loader:
+            return list(loader)
+
+
+def rows_by_uid(batches: list[Batch]) -> dict[tuple[int, str], tuple[bytes, list[int]]]:
+    """(step, uid) -> the pixels and the tokens without padding."""
+    return {
+        (b.step, uid): (b.pixels_bCSS[i].numpy().tobytes(), [t for t in b.tokens_bL[i].tolist() if t])
+        for b in batches
+        for i, uid in enumerate(b.uids)
+    }
+
+
+def test_batches_have_the_promised_shapes(plan: Plan, tmp_path: Path) -> None:
+    batches = load(plan, tmp_path / "q.jsonl")
+    assert [b.step for b in batches] == list(range(6))
+    for b in batches:
+        assert b.pixels_bCSS.shape == (BATCH, 3, SIZE, SIZE) and b.pixels_bCSS.dtype == torch.uint8
+        assert b.valid_b.all() and len(set(b.uids)) == BATCH and len(b.group_b.unique()) == BATCH
+        ends = b.tokens_bL.argmax(dim=1)
+        assert b.tokens_bL.shape[1] == ends.max() + 1 < CONTEXT  # cut behind the longest caption
+        assert (b.tokens_bL[:, 0] == 49406).all() and (b.tokens_bL.gather(1, ends[:, None]) == 49407).all()
+    assert not (tmp_path / "q.jsonl").exists()
+
+
+def test_an_epoch_shows_every_sample_once_and_the_next_another_order(plan: Plan, tmp_path: Path) -> None:
+    steps = plan.steps_per_epoch
+    assert steps == 4  # 100 samples in batches of 24
+    first = [uid for b in load(plan, tmp_path / "q", stop=steps) for uid in b.uids]
+    second = [uid for b in load(plan, tmp_path / "q", start=steps, stop=2 * steps) for uid in b.uids]
+    assert max(Counter(first).values()) == 1 and len(first) == len(second) == 96
+    assert first[:BATCH] != second[:BATCH]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_ranks_share_the_same_batches_crops_and_captions(plan: Plan, tmp_path: Path, ranks: int) -> None:
+    whole = rows_by_uid(load(plan, tmp_path / "q", stop=5))
+    parts = [load(plan, tmp_path / "q", rank, ranks, stop=5, threads=1) for rank in range(ranks)]
+    assert all(len(b.uids) == BATCH // ranks for part in parts for b in part)
+    shared = [rows_by_uid(part) for part in parts]
+    assert sum(len(s) for s in shared) == len(whole)
+    assert {k: v for s in shared for k, v in s.items()} == whole
+
+
+def test_starting_in_the_middle_gives_the_same_batches(plan: Plan, tmp_path: Path) -> None:
+    whole = load(plan, tmp_path / "q", stop=9)
+    for start in (3, 4, 7):
+        later = load(plan, tmp_path / "q", start=start, stop=9)
+        assert rows_by_uid(later) == rows_by_uid(whole[start:])
+
+
+def test_captions_and_windows_change_from_epoch_to_epoch(plan: Plan) -> None:
+    samples = plan.shard_set.read(np.arange(60))
+    chosen = [[Augment(3, epoch, 0.9, True)(s, 64, 48) for s in samples] for epoch in (0, 1)]
+    assert chosen[0] == [Augment(3, 0, 0.9, True)(s, 64, 48) for s in samples]
+    assert 15 < sum(caption for _, caption in chosen[0]) < 45  # each sample has two captions
+    assert sum(a[0] == b[0] for a, b in zip(*chosen, strict=True)) < 5
+    assert chosen[0] != [Augment(4, 0, 0.9, True)(s, 64, 48) for s in samples]
+    assert all(view.width == view.height == 48 for view, _ in (Augment(3, 0, 1.0, False)(s, 64, 48) for s in samples))
+
+
+def test_bad_pictures_are_grey_invalid_and_written_down_once(tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    good = make_work(folder, 60)
+    flip_a_byte(good, [4, 9])
+    plan = Plan.of(ShardSet.open(good / "shards"), seed=0, batch_size=20)
+    batches = load(plan, tmp_path / "q.jsonl", stop=6)
+    bad = {b.uids[i] for b in batches for i in (~b.valid_b).nonzero().flatten().tolist()}
+    assert len(bad) == 2
+    assert sum(int((~b.valid_b).sum()) for b in batches) == 4  # both of them in both epochs
+    for b in batches:
+        assert (b.pixels_bCSS[~b.valid_b] == GREY).all()
+    rows = [json.loads(line) for line in (tmp_path / "q.jsonl").read_text().splitlines()]
+    assert {row["uid"] for row in rows} == bad and len(rows) == 2
+    assert all("crc32" in row["reason"] and row["shard"].endswith(".tar") for row in rows)
+
+
+def flip_a_byte(work: Path, numbers: list[int]) -> None:
+    """Damage the picture of some samples where it lies in its shard; sizes stay."""
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(work / "shards/samples.parquet").to_pylist()
+    for number in numbers:
+        with (work / "shards" / rows[number]["shard"]).open("r+b") as file:
+            file.seek(rows[number]["jpg_offset"] + rows[number]["jpg_size"] // 2)
+            byte = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 0xFF]))
+
+
+def test_too_many_bad_pictures_stop_the_run_and_say_where_to_look(tmp_path: Path) -> None:
+    work = make_work(tmp_path / "work", 60)
+    flip_a_byte(work, list(range(0, 60, 2)))
+    plan = Plan.of(ShardSet.open(work / "shards"), seed=0, batch_size=20)
+    with pytest.raises(RunError, match=r"pictures could not be decoded \(limit 10.00%.*q\.jsonl"):
+        load(plan, tmp_path / "q.jsonl", stop=3, max_bad=0.1)
+    assert len(Jsonl(tmp_path / "q.jsonl").rows()) > FEW_BAD
+    assert len(load(plan, tmp_path / "other.jsonl", stop=3, max_bad=0.9)) == 3
+
+
+def test_a_batch_without_a_single_good_picture_stops_the_run(tmp_path: Path) -> None:
+    work = make_work(tmp_path / "work", 8)
+    flip_a_byte(work, list(range(8)))
+    plan = Plan.of(ShardSet.open(work / "shards"), seed=0, batch_size=8)
+    with pytest.raises(RunError, match="8 of 8 pictures"):
+        load(plan, tmp_path / "q.jsonl", stop=1, max_bad=1.0)
+
+
+def test_settings_that_cannot_be_are_refused(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="24 cannot be shared equally by 5 ranks"):
+        load(plan, tmp_path / "q", 0, 5)
+    with pytest.raises(InputError, match="at least one batch of 101 samples, found 100"):
+        Plan.of(plan.shard_set, seed=0, batch_size=101)
+
+
+def test_a_loader_may_be_left_early_and_waits_are_measured(plan: Plan, tmp_path: Path) -> None:
+    with closing(CpuDecoder(SIZE, 1)) as decoder:
+        preparer = Preparer(decoder, Tokenizer(), CONTEXT)
+        loader = Loader(
+            plan, preparer, Quarantine(tmp_path / "q", 0, 0.01), rank=0, ranks=1, start=0, stop=40, crop=0.9, flip=False
+        )
+        with loader:
+            for batch in loader:
+                if batch.step == 5:
+                    break
+        assert not loader._thread.is_alive()
+    assert len(loader.waits.decode.values) == 6
+    assert 6 <= len(loader.waits.decode_busy.values) <= 6 + 3 + 2
+    assert all(v > 0 for v in loader.waits.decode_busy.values)
