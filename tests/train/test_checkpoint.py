@@ -1,0 +1,233 @@
+"""Checkpoints: what is read back, what damage does, and what a resume refuses. Weights in and out of open_clip's forms."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from core.errors import ConfigError, DataError, InputError, WorkFolderError
+from train import checkpoint
+from train.config import ExportConfig
+from train.export import load_weights, open_clip_config, run_folder, shape_from_open_clip
+from train.export import run as export
+from train.models import MODELS, model_config
+from train.optim import make_optimizer
+from train.towers import CLIP
+
+SHAPE = dataclasses.replace(model_config("test-32"), vocab=500)
+META: dict[str, Any] = {
+    "data": "d1", "tokenizer": "t1", "model": dataclasses.asdict(SHAPE), "model_name": "test-32", "loss": "clip",
+    "batch_size": 8, "seed": 0, "lanes": 8, "epoch": 0, "samples_seen": 24,
+}  # fmt: skip
+
+
+def make(steps: int = 3) -> tuple[CLIP, torch.optim.Optimizer]:
+    """A small model after a few steps."""
+    torch.manual_seed(0)
+    model = CLIP(SHAPE)
+    optimizer = make_optimizer(model, 1e-3)
+    for _ in range(steps):
+        take_step(model, optimizer)
+    return model, optimizer
+
+
+def take_step(model: CLIP, optimizer: torch.optim.Optimizer) -> None:
+    pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
+    tokens = torch.randint(1, 400, (4, 9))
+    tokens[:, 8] = 499
+    optimizer.zero_grad()
+    img, txt = model(pixels, tokens)
+    (model.logit_scale.exp() * (img @ txt.T)).sum().backward()
+    optimizer.step()
+
+
+def write(home: Path, *steps: int) -> tuple[CLIP, torch.optim.Optimizer]:
+    model, optimizer = make()
+    for step in steps:
+        checkpoint.save(home, step, model, optimizer, META)
+    return model, optimizer
+
+
+def test_a_restored_optimiser_takes_the_same_next_step_to_the_bit(tmp_path: Path) -> None:
+    model, optimizer = write(tmp_path, 3)
+    saved = checkpoint.load(tmp_path / "step_00000003")
+    other, fresh = make(steps=0)
+    other.load_state_dict(saved.model)
+    checkpoint.restore_optimizer(other, fresh, saved.optimizer)
+    for one, two in ((model, optimizer), (other, fresh)):
+        torch.manual_seed(5)
+        take_step(one, two)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    bare, empty = make(steps=0)
+    bare.load_state_dict(saved.model)
+    torch.manual_seed(5)
+    take_step(bare, empty)
+    assert not torch.equal(bare.visual.proj, model.visual.proj)  # so the moments are what made the steps equal
+
+
+def test_restoring_does_not_share_memory_with_the_file(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    saved = checkpoint.load(tmp_path / "step_00000003")
+    before = {name: value.clone() for name, value in saved.optimizer.items()}
+    model, optimizer = make(steps=0)
+    checkpoint.restore_optimizer(model, optimizer, saved.optimizer)
+    take_step(model, optimizer)
+    assert all(torch.equal(saved.optimizer[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("name", [checkpoint.MODEL, checkpoint.OPTIMIZER])
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone"])
+def test_a_damaged_newest_checkpoint_falls_back_loudly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: str
+) -> None:
+    write(tmp_path, 10, 20)
+    file = tmp_path / "step_00000020" / name
+    data = bytearray(file.read_bytes())
+    if damage == "gone":
+        file.unlink()
+    else:
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data if damage == "flip" else data[:-9])
+    with caplog.at_level(logging.ERROR):
+        saved = checkpoint.newest(tmp_path)
+    assert saved is not None and saved.step == 10
+    assert "step_00000020" in caplog.text and "damaged" in caplog.text and "falling back" in caplog.text
+
+
+def test_when_all_are_damaged_the_run_does_not_silently_start_over(tmp_path: Path) -> None:
+    write(tmp_path, 10, 20)
+    for step in (10, 20):
+        (tmp_path / f"step_{step:08d}" / checkpoint.MARKER).write_text("{")
+    with pytest.raises(DataError, match=r"all 2 checkpoints .* damaged; start the run over with --fresh"):
+        checkpoint.newest(tmp_path)
+
+
+def test_an_unfinished_checkpoint_does_not_count_and_is_swept(tmp_path: Path) -> None:
+    assert checkpoint.newest(tmp_path) is None
+    write(tmp_path, 10)
+    (tmp_path / "step_00000020").mkdir()
+    (tmp_path / "step_00000020" / checkpoint.MODEL).write_bytes(b"half a file")
+    saved = checkpoint.newest(tmp_path)
+    assert saved is not None and saved.step == 10
+    checkpoint.prune(tmp_path, 3)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000010"]
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    write(tmp_path, 5, 10, 15, 20)
+    checkpoint.prune(tmp_path, 2)
+    assert checkpoint.steps_saved(tmp_path) == [15, 20]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000015", "step_00000020"]
+
+
+@pytest.mark.parametrize(("key", "words"), list(checkpoint.FIXED.items()))
+def test_a_resume_with_anything_else_is_refused_by_name(tmp_path: Path, key: str, words: str) -> None:
+    write(tmp_path, 3)
+    saved = checkpoint.load(tmp_path / "step_00000003")
+    checkpoint.check_same(saved, META)
+    with pytest.raises(WorkFolderError, match=f"other values of {words} .*now other.*--fresh"):
+        checkpoint.check_same(saved, {**META, key: "other"})
+
+
+# -- weights in and out ------------------------------------------------------------------------------------------------
+
+
+def place_run(work: Path) -> CLIP:
+    return write(Path(run_folder(str(work), "main")) / "checkpoints", 2, 3)[0]
+
+
+def same(model: CLIP, path: Path | str, name: str = "") -> bool:
+    other = CLIP(SHAPE)
+    load_weights(str(path), name).into(other)
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_every_form_of_weights_loads_back_the_same(tmp_path: Path) -> None:
+    model = place_run(tmp_path)
+    out = tmp_path / "out"
+    summary = export(ExportConfig(work=str(tmp_path), out=str(out), pt=True))
+    assert summary["step"] == 3 and sorted(p.name for p in out.iterdir()) == sorted(summary["files"])
+    assert summary["parameters"] == sum(p.numel() for p in model.parameters())
+    forms = [tmp_path / "runs/main", tmp_path / "runs/main/checkpoints", tmp_path / "runs/main/checkpoints/step_00000003",
+             out, out / "open_clip_model.safetensors", out / "open_clip_model.pt"]  # fmt: skip
+    assert all(same(model, form) for form in forms)
+    assert load_weights(str(out)).shape == SHAPE
+    ddp = {"state_dict": {f"module.{name}": value for name, value in model.state_dict().items()}, "epoch": 3}
+    torch.save(ddp, tmp_path / "ddp.pt")
+    assert same(model, tmp_path / "ddp.pt")
+
+
+def test_an_openai_archive_loads_and_brings_its_activation(tmp_path: Path) -> None:
+    model = make(steps=0)[0]
+
+    class Archive(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, value in model.state_dict().items():
+                self.register_buffer(name.replace(".", "__"), value.half())
+            self.register_buffer("input_resolution", torch.tensor(32))
+
+    state = {name.replace("__", "."): value for name, value in Archive().state_dict().items()}
+    torch.save(state, tmp_path / "openai.pt")
+    weights = load_weights(str(tmp_path / "openai.pt"), "test-32")
+    assert weights.shape is not None and weights.shape.quick_gelu
+    assert set(weights.state) == set(model.state_dict()) and weights.state["visual.proj"].dtype == torch.float32
+
+
+def test_open_clips_config_describes_every_model_of_ours() -> None:
+    for shape in MODELS.values():
+        assert shape_from_open_clip(json.loads(json.dumps(open_clip_config(shape)))["model_cfg"]) == shape
+
+
+def test_exported_names_and_shapes_are_the_models(tmp_path: Path) -> None:
+    model = place_run(tmp_path)
+    export(ExportConfig(work=str(tmp_path), out=str(tmp_path / "out")))
+    state = load_file(tmp_path / "out/open_clip_model.safetensors")
+    assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in model.state_dict().items()}
+    assert {"visual.conv1.weight", "transformer.resblocks.1.mlp.c_fc.bias", "logit_scale"} <= set(state)
+
+
+def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
+    place_run(tmp_path)
+    other = CLIP(dataclasses.replace(SHAPE, embed_dim=16))
+    with pytest.raises(ConfigError, match=r"another model: \S+ is \(.*\) there and \(.*\) here"):
+        load_weights(str(tmp_path / "runs/main")).into(other)
+
+
+def test_what_is_no_weights_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"expected weights at .*nothing"):
+        load_weights(str(tmp_path / "nowhere"))
+    with pytest.raises(InputError, match="expected a checkpoint, a run folder or an open_clip folder"):
+        load_weights(str(tmp_path))
+    (tmp_path / "bad.pt").write_bytes(b"no pickle at all")
+    with pytest.raises(InputError, match=r"expected weights in .*bad\.pt"):
+        load_weights(str(tmp_path / "bad.pt"))
+    (tmp_path / "bad.safetensors").write_bytes(b"no header")
+    with pytest.raises(DataError, match="damaged"):
+        load_weights(str(tmp_path / "bad.safetensors"))
+
+
+def test_a_pickle_that_would_run_code_does_not(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"a": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(InputError):
+        load_weights(str(tmp_path / "evil.pt"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_run_names_stay_inside_the_work_folder(tmp_path: Path) -> None:
+    for name in ("../x", "a/b", ".hidden", "", "a b"):
+        with pytest.raises(ConfigError, match="--name"):
+            run_folder(str(tmp_path), name)
+    with pytest.raises(ConfigError, match="this machine's disk"):
+        run_folder("s3://bucket/work", "main")
