@@ -62,15 +62,6 @@ class Pictures:
     """Mean pixels of a stored picture."""
 
 
-class _ByTheClock(Loader):
-    """A loader without an end; its thread ends with the trial instead of preparing a batch of every epoch to come."""
-
-    def _one_epoch(self, epoch: int) -> None:
-        if self._closed.is_set():
-            raise StopIteration
-        super()._one_epoch(epoch)
-
-
 class Bench:
     """Everything the trials share. `batch_size` is one rank's; the settings are those of a run."""
 
@@ -151,7 +142,7 @@ class Bench:
         size, config = self.shape.image_size, self.config
         decoder = make_decoder(config.decode, size, self.threads, self.batch_size, self.device)
         with contextlib.closing(decoder), tempfile.TemporaryDirectory(prefix="pairmill-trial-") as folder:
-            loader = _ByTheClock(
+            loader = Loader(
                 self.plan, Preparer(decoder, Tokenizer(), self.shape.context),
                 Quarantine(Path(folder) / "quarantine.jsonl", 0, 1.0), rank=0, ranks=1,
                 start=epoch * self.plan.steps_per_epoch, stop=ENDLESS, crop=config.crop, flip=config.flip,
