@@ -18,7 +18,7 @@ class TrainConfig(StageConfig):
 
     shards: str = setting("")
     """Folder of shards made by `shard`, or any webdataset folder or URL; empty takes WORK/shards."""
-    name: str = setting("main")
+    name: str = setting("main", stable=False)
     """Name of the run, a folder under WORK/runs. Other settings need another name."""
     model: str = setting("small-112")
     """Shape of both towers: `small-112` or `tiny-64` train on a CPU, `ViT-B-32` and up want GPUs."""
@@ -49,7 +49,7 @@ class TrainConfig(StageConfig):
     """Seed of the first weights, of the order of the samples and of every crop and caption choice."""
     init: str = setting("")
     """Weights to start from: a checkpoint or run folder of ours, an open_clip folder, a .safetensors or .pt file."""
-    val: str = setting("")
+    val: str = setting("", stable=False)
     """Shards to measure retrieval on; empty takes WORK/holdout if it is there, `none` turns it off."""
     eval_every: int = setting(0, stable=False)
     """Steps between evaluations; 0 evaluates at the end only."""
@@ -57,7 +57,7 @@ class TrainConfig(StageConfig):
     """Steps between checkpoints; one is always written at the end and on SIGTERM. 0 writes those only."""
     keep: int = setting(3, stable=False)
     """Newest checkpoints to keep; at least 2 leaves one to fall back to when the newest is damaged."""
-    log_every: int = setting(10)
+    log_every: int = setting(10, stable=False)
     """Steps a row of metrics.jsonl covers."""
     crop: float = setting(0.9)
     """Smallest share of a picture's area that a random crop keeps; 1 turns random crops off (middle square)."""

@@ -1,0 +1,275 @@
+"""Whole runs: killed and continued to the bit, on other numbers of ranks, over bad pictures, and refused where wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.errors import ConfigError, HardwareError, InputError, RunError, WorkFolderError
+from core.metrics import Jsonl
+from tests.train.shards import make_work
+from tests.train.test_data import flip_a_byte
+from train import checkpoint
+from train.config import TrainConfig
+from train.export import load_weights
+from train.run import run
+
+ROOT = Path(__file__).resolve().parents[2]
+EXACT = ("step", "epoch", "samples_seen", "loss", "acc", "scale", "lr", "grad_norm", "batch_hash", "text_len")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As in the processes that the tests start: sums over another number of threads round differently."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_work(tmp_path_factory.mktemp("loop"), 110, holdout_every=11)
+
+
+def settings(work: Path, name: str, **other: Any) -> TrainConfig:
+    return TrainConfig(
+        work=str(work), name=name, model="test-32", batch_size=24, steps=other.pop("steps", 12), lr=2e-3,
+        precision="fp32", log_every=1, checkpoint_every=other.pop("checkpoint_every", 4), keep=20,
+        threads=1, device="cpu", **other,
+    )  # fmt: skip
+
+
+def home(work: Path, name: str) -> Path:
+    return work / "runs" / name
+
+
+def rows(work: Path, name: str) -> list[dict[str, Any]]:
+    return Jsonl(home(work, name) / "metrics.jsonl").rows()
+
+
+def exact(work: Path, name: str) -> list[tuple[Any, ...]]:
+    """What must be equal to the last bit, step by step."""
+    return [tuple(row[key] for key in EXACT) for row in rows(work, name)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(work: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return run(settings(work, "undisturbed"))
+
+
+def start(config: TrainConfig) -> subprocess.Popen[bytes]:
+    """The same in a process of its own, which may be killed."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "train.run", json.dumps(asdict(config))], env=env, stderr=subprocess.PIPE
+    )
+
+
+def wait_for_step(work: Path, name: str, step: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while not any(row["step"] >= step for row in rows(work, name)):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1].decode()
+        time.sleep(0.005)
+
+
+def test_a_finished_run_says_what_it_did(work: Path, undisturbed: dict[str, Any]) -> None:
+    wanted = {"steps", "samples_seen", "loss", "pairs_per_s", "wait_share", "mfu", "checkpoint", "run", "seconds"}
+    assert wanted <= set(undisturbed)
+    assert (undisturbed["steps"], undisturbed["samples_seen"]) == (12, 288)
+    found = rows(work, "undisturbed")
+    assert [row["step"] for row in found] == list(range(1, 13))
+    assert [row["epoch"] for row in found] == [0] * 4 + [1] * 4 + [2] * 4
+    assert undisturbed["loss"] == found[-1]["loss"] < found[0]["loss"]
+    assert 0 <= undisturbed["wait_share"] < 1 and 0 < undisturbed["mfu"] < 1 and undisturbed["pairs_per_s"] > 0
+    assert undisturbed["retrieval"]["images"] == 10
+    assert json.loads((home(work, "undisturbed") / "examples.json").read_text())["step"] == 12
+    for row in found[3:]:
+        assert set(row["waits"]) == {"reader", "decode_busy", "decode", "h2d", "compute"}
+        assert row["waits"]["compute"]["p99"] >= row["waits"]["compute"]["p50"] > 0
+
+
+def test_running_again_returns_the_summary_and_trains_nothing(work: Path, undisturbed: dict[str, Any]) -> None:
+    before = exact(work, "undisturbed")
+    assert run(settings(work, "undisturbed")) == undisturbed
+    assert exact(work, "undisturbed") == before
+
+
+@pytest.fixture(scope="module")
+def dropping(work: Path) -> dict[str, Any]:
+    """A run that draws random numbers in every step."""
+    torch.set_num_threads(1)
+    return run(settings(work, "dropping", patch_dropout=0.25))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_and_continued_is_the_same_to_the_bit(
+    work: Path, dropping: dict[str, Any], number: signal.Signals
+) -> None:
+    name = number.name
+    config = settings(work, name, patch_dropout=0.25)
+    process = start(config)
+    wait_for_step(work, name, 6, process)
+    process.send_signal(number)
+    process.communicate()
+    reached = rows(work, name)[-1]["step"]
+    assert 6 <= reached < 12 and not (home(work, name) / "done.json").exists()
+    saved = checkpoint.steps_saved(home(work, name) / "checkpoints")
+    if number == signal.SIGTERM:
+        assert process.returncode == RunError.exit_code and saved[-1] == reached
+    else:
+        assert process.returncode == -signal.SIGKILL and saved[-1] in (4, 8)
+    run(config)
+    assert exact(work, name) == exact(work, "dropping")
+    ends = [checkpoint.load(home(work, n) / "checkpoints/step_00000012") for n in (name, "dropping")]
+    assert all(torch.equal(value, ends[1].model[key]) for key, value in ends[0].model.items())
+
+
+def fork(work: Path, source: str, name: str, step: int) -> None:
+    """A copy of a run as it was just after the checkpoint of `step`."""
+    shutil.copytree(home(work, source), home(work, name))
+    (home(work, name) / "done.json").unlink()
+    for later in checkpoint.steps_saved(home(work, name) / "checkpoints"):
+        if later > step:
+            shutil.rmtree(home(work, name) / f"checkpoints/step_{later:08d}")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_resumed_on_other_ranks_sees_the_same_batches(work: Path, undisturbed: dict[str, Any], ranks: int) -> None:
+    name = f"ranks{ranks}"
+    fork(work, "undisturbed", name, 4)
+    summary = run(settings(work, name, ranks=ranks))
+    mine, alone = rows(work, name), rows(work, "undisturbed")
+    assert summary["steps"] == 12 and [row["ranks"] for row in mine[4:]] == [ranks] * 8
+    assert [row["batch_hash"] for row in mine] == [row["batch_hash"] for row in alone]
+    assert len({row["batch_hash"] for row in mine}) == 12
+    assert [row["loss"] for row in mine] == pytest.approx([row["loss"] for row in alone], rel=1e-3)
+    assert summary["retrieval"]["images"] == 10
+
+
+def test_a_damaged_newest_checkpoint_costs_steps_and_nothing_else(
+    work: Path, undisturbed: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    fork(work, "undisturbed", "damaged", 8)
+    file = home(work, "damaged") / "checkpoints/step_00000008/model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    run(settings(work, "damaged"))
+    assert "step_00000008" in caplog.text and "damaged" in caplog.text
+    assert exact(work, "damaged") == exact(work, "undisturbed")
+
+
+def test_micro_batches_do_not_change_the_course(work: Path) -> None:
+    config = settings(work, "whole", steps=4, val="none")
+    run(config)
+    run(replace(config, name="split", micro_batch=7))
+    one, two = rows(work, "whole"), rows(work, "split")
+    for key in ("loss", "acc", "grad_norm", "scale"):
+        assert [row[key] for row in two] == pytest.approx([row[key] for row in one], rel=1e-4), key
+
+
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+def test_a_small_model_learns_in_bf16(work: Path, loss: str) -> None:
+    config = replace(settings(work, f"learns-{loss}", steps=40, checkpoint_every=0, val="none"), precision="bf16")
+    summary = run(replace(config, loss=loss))
+    found = rows(work, f"learns-{loss}")
+    assert summary["loss"] < 0.8 * found[0]["loss"]
+    assert all(row["grad_norm"] > 0 for row in found)
+
+
+def test_training_goes_on_over_bad_pictures(tmp_path: Path) -> None:
+    work = make_work(tmp_path, 72)
+    flip_a_byte(work, [3, 30, 60])
+    summary = run(settings(work, "bad", steps=6, decode="cpu"))
+    assert summary["steps"] == 6 and sum(row["invalid"] for row in rows(work, "bad")) == 6
+    assert len(Jsonl(home(work, "bad") / "quarantine.jsonl").rows()) == 3
+    assert all(row["loss"] > 0 for row in rows(work, "bad"))
+
+
+def test_an_error_in_a_rank_is_raised_here_in_its_own_words(tmp_path: Path) -> None:
+    work = make_work(tmp_path, 72)
+    flip_a_byte(work, list(range(0, 72, 2)))
+    with pytest.raises(RunError, match=r"pictures could not be decoded.*quarantine\.jsonl"):
+        run(settings(work, "bad", ranks=2))
+
+
+def test_steps_without_a_finite_loss_are_left_out_and_then_end_the_run(work: Path) -> None:
+    with pytest.raises(RunError, match=r"10 steps in a row had no finite loss.*skipped\.jsonl"):
+        run(replace(settings(work, "diverged", steps=60, val="none"), lr=1e36, warmup=1))
+    skipped = Jsonl(home(work, "diverged") / "skipped.jsonl").rows()
+    assert len(skipped) == 10 and all(len(set(row["uids"])) == 24 for row in skipped)
+
+
+def test_other_settings_are_refused_by_name_and_fresh_starts_over(work: Path, undisturbed: dict[str, Any]) -> None:
+    fork(work, "undisturbed", "other", 8)
+    config = settings(work, "other")
+    with pytest.raises(WorkFolderError, match=r"other settings \(lr was 0.002, now 0.1\).*--name.*--fresh"):
+        run(replace(config, lr=0.1))
+    run(replace(config, lr=0.1, steps=2, val="none", fresh=True))
+    assert [row["step"] for row in rows(work, "other")] == [1, 2]
+
+
+def test_other_shards_are_refused_before_and_after_the_end(work: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "work"
+    shutil.copytree(work / "shards", copy / "shards")
+    config = settings(copy, "main", steps=4, val="none")
+    run(config)
+    shutil.rmtree(copy / "shards")
+    shutil.copytree(make_work(tmp_path / "another", 99) / "shards", copy / "shards")
+    with pytest.raises(WorkFolderError, match=r"was trained on other shards"):
+        run(config)
+    (home(copy, "main") / "done.json").unlink()
+    with pytest.raises(WorkFolderError, match=r"other values of the shards"):
+        run(config)
+
+
+def test_a_run_in_use_is_refused(work: Path, undisturbed: dict[str, Any]) -> None:
+    import fcntl
+
+    with (home(work, "undisturbed") / ".lock").open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(WorkFolderError, match=r"is being trained by process \d+"):
+            run(settings(work, "undisturbed"))
+
+
+def test_settings_that_cannot_be_are_refused_before_anything_is_written(work: Path) -> None:
+    config = settings(work, "never")
+    for wrong, error, words in (
+        ({"ranks": 5}, ConfigError, "24 cannot be shared equally by 5 ranks; use --batch-size 20 or 25"),
+        ({"model": "test-23"}, ConfigError, "did you mean 'test-32'"),
+        ({"crop": 0.0}, ConfigError, r"crop in \(0, 1\]"),
+        ({"batch_size": 0}, ConfigError, "batch_size of at least 1"),
+        ({"device": "cuda"}, HardwareError, "--device cpu"),
+        ({"batch_size": 1000}, InputError, "at least one batch of 1000 samples, found 100"),
+        ({"shards": str(work / "nowhere")}, InputError, "nowhere"),
+        ({"init": str(work / "nowhere.pt")}, InputError, "expected weights"),
+    ):
+        with pytest.raises(error, match=words):
+            run(replace(config, **wrong))  # type: ignore[arg-type]
+    assert not list(home(work, "never").glob("checkpoints/*"))
+
+
+def test_a_run_can_begin_with_the_weights_of_another(work: Path, undisturbed: dict[str, Any]) -> None:
+    run(replace(settings(work, "second", steps=1, val="none"), lr=0.0, init=undisturbed["checkpoint"]))
+    one, two = load_weights(undisturbed["checkpoint"]), load_weights(str(home(work, "second")))
+    assert all(torch.equal(value, two.state[key]) for key, value in one.state.items())
+
+
+def test_evaluations_on_schedule_leave_the_course_as_it_is(work: Path, undisturbed: dict[str, Any]) -> None:
+    run(settings(work, "scheduled", eval_every=5))
+    assert [row["step"] for row in Jsonl(home(work, "scheduled") / "eval.jsonl").rows()] == [5, 10, 12]
+    assert exact(work, "scheduled") == exact(work, "undisturbed")
