@@ -21,7 +21,7 @@ class TrainConfig(StageConfig):
     name: str = setting("main", stable=False)
     """Name of the run, a folder under WORK/runs. Other settings need another name."""
     model: str = setting("small-112")
-    """Shape of both towers: `small-112` or `tiny-64` train on a CPU, `ViT-B-32` and up want GPUs."""
+    """Shape of both towers: `small-112` or `tiny-48` train on a CPU, `ViT-B-32` and up want GPUs."""
     batch_size: int = setting(256)
     """Pairs a step over all ranks. Larger batches give more negatives; ranks must divide it."""
     micro_batch: int = setting(0, stable=False)
@@ -36,7 +36,8 @@ class TrainConfig(StageConfig):
     lr: float = setting(5e-4)
     """Peak learning rate. 5e-4 suits batches up to some thousands, 1e-3 small towers; too high shows as spikes."""
     warmup: int = setting(0)
-    """Steps of linear warm-up before the cosine; 0 takes a twentieth of the run, at most 2,000."""
+    """Steps of linear warm-up before the cosine; 0 takes a tenth of the run, at most 2,000. Too few
+    collapse a small model: its loss then stays at the logarithm of the batch."""
     wd: float = setting(0.2)
     """Weight decay of matrices and embeddings (gains, biases and the scale have none)."""
     grad_clip: float = setting(1.0)

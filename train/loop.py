@@ -154,7 +154,7 @@ class Trainer:
         self.meter, self.evaluator, self.fixed, self.total = meter, evaluator, fixed, total
         self.step = meter.loader.start
         self.objective = Objective(config.loss, meter.loader.plan.shard_set)
-        self.warmup = config.warmup or min(2000, math.ceil(total / 20))
+        self.warmup = config.warmup or min(2000, math.ceil(total / 10))
         self.lr = 0.0
         self._skipped = 0
         self._evaluated: dict[str, Any] = {}
