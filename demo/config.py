@@ -16,7 +16,7 @@ class DemoConfig(StageConfig):
 
     work: str = setting("demo-work", stable=False)
     """Work folder; the world itself lies beside the stages' results."""
-    pictures: int = 3000
+    pictures: int = 6000
     """Pictures in the world. Fewer make a faster demo and a worse model."""
     seed: int = 0
     """Another seed draws another world."""

@@ -65,7 +65,7 @@ def _vit_l(image_size: int) -> ModelConfig:
 
 MODELS: dict[str, ModelConfig] = {
     "test-32": ModelConfig(32, 32, 8, 32, 2, 2, 32, 2, 2),
-    "tiny-64": ModelConfig(128, 64, 8, 160, 4, 5, 128, 3, 4),
+    "tiny-48": ModelConfig(128, 48, 8, 128, 4, 4, 128, 2, 4),
     "small-112": ModelConfig(256, 112, 16, 256, 6, 4, 256, 4, 4),
     "ViT-B-32": _vit_b(32),
     "ViT-B-16": _vit_b(16),
