@@ -102,7 +102,7 @@ BAD_URLS = (
 # each is completed with what the picture shows; they must pass through list, database, shard and report unharmed
 HOSTILE_CAPTIONS = (
     "<script>alert(1)</script> {}",
-    'a "quoted" & \'single\' {} </td><img src=x onerror=alert(1)>',
+    "a \"quoted\" & 'single' {} </td><img src=x onerror=alert(1)>",
     "tab\there, {} and a back\\slash",
     "étoile ★ 星 🌟 {} – “déjà vu”",
     '=HYPERLINK("http://127.0.0.1/") {}; DROP TABLE pairs; --',
@@ -159,7 +159,9 @@ def encode(rng: Random, image: Image.Image, form: str = "") -> tuple[bytes, str]
         image, exif = _turned(image) if rng.random() < 0.05 else (image, b"")
         subsampling = rng.choice(("4:2:0", "4:2:0", "4:4:4"))
         progressive = rng.random() < 0.1
-        image.save(out, "JPEG", quality=rng.randint(72, 95), subsampling=subsampling, progressive=progressive, exif=exif)
+        image.save(
+            out, "JPEG", quality=rng.randint(72, 95), subsampling=subsampling, progressive=progressive, exif=exif
+        )
     elif form == "png":
         image.save(out, "PNG", compress_level=1)
     else:

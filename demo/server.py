@@ -57,10 +57,14 @@ class DemoServer:
         started.wait(_START_SECONDS)
         if not self.base_url:
             self.close()
-            raise RunError(f"The demo server could not listen on 127.0.0.1:{self._port} ({self._failure}): free that port.")
+            raise RunError(
+                f"The demo server could not listen on 127.0.0.1:{self._port} ({self._failure}): free that port."
+            )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:

@@ -91,7 +91,12 @@ class World:
 
 
 def make_world(
-    folder: Path, *, seed: int = 0, pictures: int = 3000, px: tuple[int, int] = (160, 256), progress: Progress | None = None
+    folder: Path,
+    *,
+    seed: int = 0,
+    pictures: int = 3000,
+    px: tuple[int, int] = (160, 256),
+    progress: Progress | None = None,
 ) -> World:
     """Renders a world of `pictures` good pictures (sides within `px`) into `folder`; same arguments, same bytes.
 
@@ -120,7 +125,9 @@ def make_world(
         Studio(part, seed, pictures, px, progress or (lambda done, total: None)).build()
         part.replace(folder)
     except OSError as error:
-        raise StorageError(f"The demo world could not be written to {folder} ({error}): free space or name another.") from error
+        raise StorageError(
+            f"The demo world could not be written to {folder} ({error}): free space or name another."
+        ) from error
     return load_world(folder)
 
 
@@ -129,9 +136,13 @@ def load_world(folder: Path) -> World:
     try:
         found = json.loads((folder / "world.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"Expected a demo world (world.json) in {folder}, found none: make one there first.") from error
+        raise InputError(
+            f"Expected a demo world (world.json) in {folder}, found none: make one there first."
+        ) from error
     if found.pop("version") != VERSION:
-        raise InputError(f"The demo world in {folder} was made by another version: delete the folder and make it again.")
+        raise InputError(
+            f"The demo world in {folder} was made by another version: delete the folder and make it again."
+        )
     found |= {name: tuple(found[name]) for name in ("px", "class_names", "templates")}
     return World(folder=folder, eval_dir=folder / "eval", **found)
 
@@ -401,7 +412,12 @@ def _outlines() -> dict[str, tuple[Polygon, ...]]:
     heart = tuple((math.sin(t) ** 3 * 0.95, _heart_height(t)) for t in turns)
     spikes = [(2 * math.pi * step / 10, 0.42 if step % 2 else 1.0) for step in range(10)]
     corner = ((0.3, -0.92), (0.3, -0.3), (0.92, -0.3))
-    cross = corner + tuple((-y, x) for x, y in corner) + tuple((-x, -y) for x, y in corner) + tuple((y, -x) for x, y in corner)
+    cross = (
+        corner
+        + tuple((-y, x) for x, y in corner)
+        + tuple((-x, -y) for x, y in corner)
+        + tuple((y, -x) for x, y in corner)
+    )
     return {
         "circle": (_disc(0.92),),
         "square": (((-0.7, -0.7), (0.7, -0.7), (0.7, 0.7), (-0.7, 0.7)),),
@@ -473,7 +489,9 @@ class Studio:
         """Seven scenes in ten show one object, the others several of a kind or two kinds."""
         combination = TRAINED[index % len(TRAINED)]
         sort = rng.random()
-        return scene(rng, combination, kinds=2 if sort > 0.85 else 1, count=rng.randint(2, 4) if 0.7 < sort <= 0.85 else 1)
+        return scene(
+            rng, combination, kinds=2 if sort > 0.85 else 1, count=rng.randint(2, 4) if 0.7 < sort <= 0.85 else 1
+        )
 
     def save(self, where: str, stem: str, body: bytes, form: str) -> str:
         """Writes one file and returns its name."""

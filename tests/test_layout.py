@@ -43,7 +43,9 @@ def test_core_imports_no_stage(path: Path) -> None:
 def test_stages_do_not_import_each_other(stage: str) -> None:
     assert sources(stage), stage
     for path in sources(stage):
-        others = {name for name in imports(path) if name.split(".")[0] in (STAGES | {"cli", "bench", "tests"}) - {stage}}
+        others = {
+            name for name in imports(path) if name.split(".")[0] in (STAGES | {"cli", "bench", "tests"}) - {stage}
+        }
         if stage == "train":
             others = {n for n in others if not n.startswith("shardkit.reader") and n != "shardkit"}
         assert not others, f"{path} imports {others}"

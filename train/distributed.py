@@ -58,7 +58,7 @@ def ranks_from_env() -> tuple[int, int, int]:
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """"auto" takes this rank's GPU if there is one, else the CPU; HardwareError when a named device is missing."""
+    """ "auto" takes this rank's GPU if there is one, else the CPU; HardwareError when a named device is missing."""
     import torch
 
     if name not in ("auto", "cpu", "cuda"):
@@ -122,9 +122,7 @@ def wrap(model: nn.Module, ranks: World) -> nn.Module:
     if ranks.size == 1:
         return model
     device_ids = [ranks.device.index] if ranks.device.type == "cuda" else None
-    return DistributedDataParallel(
-        model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
-    )
+    return DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 def barrier() -> None:

@@ -235,7 +235,7 @@ class CLIP(nn.Module):
         self.transformer.checkpoint_blocks = on
 
     def set_attention(self, path: str) -> None:
-        """"auto", "sdpa" or "matmul"; see `attention.attend`."""
+        """ "auto", "sdpa" or "matmul"; see `attention.attend`."""
         self.visual.transformer.attention_path = path
         self.transformer.attention_path = path
 

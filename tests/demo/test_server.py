@@ -37,7 +37,9 @@ def ask(server: DemoServer, path: str) -> tuple[HTTPResponse, bytes]:
         connection.close()
 
 
-def test_every_listed_good_picture_is_served_as_it_lies_on_disk(server: DemoServer, rows: Rows, file_of: FileOf) -> None:
+def test_every_listed_good_picture_is_served_as_it_lies_on_disk(
+    server: DemoServer, rows: Rows, file_of: FileOf
+) -> None:
     good = rows("good")
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda row: ask(server, row.path), good))
@@ -119,7 +121,9 @@ def test_each_kind_with_a_path_is_served_under_its_name(server: DemoServer, worl
     assert all(path.split("/")[2] == kind for kind, path in seen.items())
 
 
-@pytest.mark.parametrize("path", ["/", "/i/none.jpg", "/i/..%2fworld.json", "/fault/exact/../../world.json", "/robots.txt"])
+@pytest.mark.parametrize(
+    "path", ["/", "/i/none.jpg", "/i/..%2fworld.json", "/fault/exact/../../world.json", "/robots.txt"]
+)
 def test_nothing_else_is_served(path: str, server: DemoServer) -> None:
     assert ask(server, path)[0].status == 404
 

@@ -74,13 +74,15 @@ def test_a_signal_to_the_launcher_ends_all_ranks(script: str, tmp_path: Path) ->
         time.sleep(0.1)
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(60) != 0
-    left = [p.pid for p in psutil.process_iter(['cmdline']) if script in (p.info['cmdline'] or [])]
+    left = [p.pid for p in psutil.process_iter(["cmdline"]) if script in (p.info["cmdline"] or [])]
     assert left == []
 
 
 def test_launching_does_not_import_torch() -> None:
     code = "import sys, train.distributed; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment()}, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment()}, check=False).returncode == 0
+    )
 
 
 def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
