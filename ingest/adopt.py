@@ -48,6 +48,7 @@ def run(config: AdoptConfig) -> dict[str, Any]:
     """
     tars = find_tars(config.shards)
     with open_stage(config, "adopt", home="ingest", inputs=_fingerprint(tars), redo=False) as stage:
+        staging.refuse_other(stage.folder, "adopt")
         staging.claim(stage.folder, "adopt")
         if stage.finished is not None:
             return stage.finished

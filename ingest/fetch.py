@@ -73,13 +73,14 @@ def run(config: IngestConfig) -> dict[str, Any]:
     files = expand(config.urls)
     inputs = fingerprint(Folder("/"), *map(literal, files))
     with open_stage(config, "ingest", home="ingest", inputs=inputs, redo=False) as stage:
-        staging.claim(stage.folder, "ingest")
+        staging.refuse_other(stage.folder, "ingest")
         if stage.finished is not None and not config.retry_failed:
             return stage.finished
         stage.folder.sweep("ingest")
         stage.folder.sweep(staging.PARTS)
         staging.sweep_tars(stage.folder)
         urllist.write_plan(config, stage.folder)
+        staging.claim(stage.folder, "ingest")
         return _fetch_all(config, stage)
 
 

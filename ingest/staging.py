@@ -43,22 +43,23 @@ def round_of(tar: str | None) -> int:
     return int(found[1]) if found else 0
 
 
-def claim(folder: Folder, verb: str) -> None:
-    """Note that the parts come from `verb`.
+VERB = "ingest/verb"
 
-    Raises:
-        WorkFolderError: they come from the other one already.
-    """
-    marker = "ingest/verb"
-    if folder.exists(marker):
-        holder = folder.read(marker).decode()
-        if holder != verb:
-            raise WorkFolderError(
-                f"{folder} holds pairs that `pairmill {holder}` made; choose another folder with --work, or throw them "
-                "away with --fresh"
-            )
-    else:
-        folder.write(marker, verb.encode())
+
+def refuse_other(folder: Folder, verb: str) -> None:
+    """Raise WorkFolderError where the parts of `folder` come from another verb than `verb`."""
+    holder = folder.read(VERB).decode() if folder.exists(VERB) else verb
+    if holder != verb:
+        raise WorkFolderError(
+            f"{folder} holds pairs that `pairmill {holder}` made; choose another folder with --work, or throw them away "
+            "with --fresh"
+        )
+
+
+def claim(folder: Folder, verb: str) -> None:
+    """Note that the parts come from `verb`."""
+    if not folder.exists(VERB):
+        folder.write(VERB, verb.encode())
 
 
 @dataclass(frozen=True)

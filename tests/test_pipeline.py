@@ -191,7 +191,7 @@ def test_bad_input_is_refused_in_one_sentence(mill: Mill, tmp_path: Path) -> Non
     assert "cannot write" in complaint("ingest", mill.urls, "--work", file / "work", code=3)
     assert "did you mean 'size'" in complaint("run", recipe, code=2)
     assert "pairmill ingest" in complaint("dedup", "--work", tmp_path / "new", code=2)
-    assert "pairmill dedup" in complaint("shard", "--work", tmp_path / "new", code=2)
+    assert "pairmill ingest" in complaint("shard", "--work", tmp_path / "new", code=2)
     said = complaint("ingest", mill.urls, "--work", mill.work, "--size", 99, "--allow-private", code=4)
     assert "99" in said and "--fresh" in said
     assert "parser error" in complaint("sql", "SELEC 1", "--work", mill.work, code=2).lower()

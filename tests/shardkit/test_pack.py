@@ -188,10 +188,17 @@ def test_keys_have_no_dots_spaces_or_slashes() -> None:
 
 # ---- kill -9 ----------------------------------------------------------------------------------------------------------
 
+# Each member is slowed down, so that on any machine there is a middle of a shard to be killed in.
 _PACK = """
-import sys
+import sys, time
 from shardkit.config import ShardConfig
 from shardkit.pack import run
+from shardkit.tar import TarWriter
+add = TarWriter.add
+def slow_add(*args):
+    time.sleep(0.005)
+    return add(*args)
+TarWriter.add = slow_add
 run(ShardConfig(work=sys.argv[1], workers=1, samples_per_shard=20, size=32))
 """
 
