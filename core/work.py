@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from core.config import StageConfig, plain
@@ -72,7 +73,7 @@ def open_stage(config: StageConfig, name: str, *, home: str, inputs: str = "", r
     """
     folder = Folder(config.work)
     folder.make()
-    with _locked(folder):
+    with _lock(folder):
         recorded = read_settings(folder).get(name, {})
         if config.fresh:
             folder.remove(home)
@@ -128,22 +129,30 @@ def package_version() -> str:
 
 
 @contextlib.contextmanager
-def _locked(folder: Folder) -> Iterator[None]:
-    """Hold the folder for one data stage. Released by the kernel on any death of the process, kill -9 included."""
-    if folder.local is None:
-        yield  # object stores offer no lock; units are published by one PUT, so two runs waste work but break nothing
-        return
-    descriptor = os.open(folder.local / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+def locked(path: Path, what: str, option: str) -> Iterator[None]:
+    """Hold a lock file while the block runs. Released by the kernel on any death of the process, kill -9 included.
+
+    Raises:
+        WorkFolderError: another process holds it; `what` is in use, and `option` chooses another.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(descriptor, 32).decode(errors="replace").strip()
             raise WorkFolderError(
-                f"{folder} is in use by another run (process {holder or 'unknown'}); wait for it or choose another --work"
+                f"{what} is in use by another run (process {holder or 'unknown'}); wait for it or choose another {option}"
             ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(folder: Folder) -> contextlib.AbstractContextManager[None]:
+    if folder.local is None:
+        # Object stores offer no lock; units are published by one PUT, so two runs waste work but break nothing.
+        return contextlib.nullcontext()
+    return locked(folder.local / ".lock", str(folder), "--work")

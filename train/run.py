@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import logging
 import os
@@ -26,7 +25,7 @@ from core import errors
 from core.config import build, plain
 from core.errors import ConfigError, PairmillError, RunError, WorkFolderError
 from core.storage import Folder
-from core.work import package_version
+from core.work import locked, package_version
 from train import checkpoint
 from train.config import TrainConfig
 from train.distributed import World, barrier, choose_device, launch_ranks, ranks_from_env, world
@@ -142,24 +141,10 @@ def _prepare(config: TrainConfig, home: Path) -> None:
     _check_settings(config, home)
 
 
-@contextlib.contextmanager
-def _locked(home: Path) -> Iterator[None]:
-    """Hold the run folder. Released by the kernel on any death of the process, kill -9 included."""
+def _locked(home: Path) -> contextlib.AbstractContextManager[None]:
+    """Hold the run folder, which is made where it is not there yet."""
     Folder(home).make()
-    descriptor = os.open(home / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(descriptor, 32).decode(errors="replace").strip()
-            raise WorkFolderError(
-                f"the run {home} is being trained by process {holder or 'unknown'}; wait for it or choose another --name"
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)
+    return locked(home / LOCK, f"the run {home}", "--name")
 
 
 def _check_settings(config: TrainConfig, home: Path) -> None:

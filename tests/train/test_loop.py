@@ -242,7 +242,7 @@ def test_a_run_in_use_is_refused(work: Path, undisturbed: dict[str, Any]) -> Non
 
     with (home(work, "undisturbed") / ".lock").open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(WorkFolderError, match=r"is being trained by process \d+"):
+        with pytest.raises(WorkFolderError, match=r"in use by another run .process \d+"):
             run(settings(work, "undisturbed"))
 
 
