@@ -215,3 +215,27 @@ def test_shards_that_changed_are_noticed(mill: Mill, tmp_path: Path) -> None:
     assert shard.name in json.dumps(last_json(bad)["bad"])
     shard.unlink()
     assert shard.name in complaint(*train, code=5)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 900 kB, which only root can mount."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_stops_cleanly_and_goes_on_when_there_is_room(mill: Mill, small_disk: Path) -> None:
+    ingest = ("ingest", mill.urls, "--work", small_disk / "work", "--size", 128, "--allow-private", "--unit-urls", 30)
+    assert "disk is full" in complaint(*ingest, code=3)
+    finished = {p: p.stat().st_mtime_ns for p in (small_disk / "work/ingest/parts").glob("*.parquet")}
+    assert finished, "units that were finished before stay"
+    subprocess.run(["mount", "-o", "remount,size=50m", str(small_disk)], check=True)
+    assert last_json(pairmill(*ingest, "--json"))["rows"] == mill.summaries["ingest"]["rows"]
+    assert {p: p.stat().st_mtime_ns for p in finished} == finished
