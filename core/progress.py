@@ -52,7 +52,7 @@ class Progress:
         self.counts.update(counts or {})
         self._text = text or self._text
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.done, text=self._words())
+            self._bar.update(self._task, completed=self.done, total=self.total, text=self._words())
         elif time.monotonic() - self._logged > LOG_EVERY_S:
             self._log()
 

@@ -44,12 +44,10 @@ def serve_world(config: DemoConfig) -> Iterator[ServedWorld]:
         raise ConfigError(f"the demo needs a local work folder, found {config.work}; leave --work out")
     Folder(config.work).make()
     with Progress("world", config.pictures, "pictures") as progress:
-        seen = 0
 
         def report(done: int, total: int) -> None:
-            nonlocal seen
-            progress.advance(done - seen)
-            seen = done
+            progress.total = total  # the evaluation's pictures come on top
+            progress.advance(done - progress.done)
 
         world = make_world(local / "world", seed=config.seed, pictures=config.pictures, progress=report)
     templates = local / "world" / "templates.txt"
