@@ -49,6 +49,8 @@ def served(folder: Path, port: int) -> Iterator[str]:
     child = multiprocessing.get_context("spawn").Process(target=serve, args=(str(folder), port), daemon=True)
     child.start()
     asyncio.run(_reachable(port))
+    if not child.is_alive():  # who answers there is somebody else
+        sys.exit(f"port {port} is taken; choose another with --port")
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
