@@ -71,6 +71,7 @@ def summarise(served: ServedWorld, summaries: dict[str, dict[str, Any]]) -> dict
     """The demo's one object: funnel, zero-shot and retrieval figures, share of time spent waiting, where the report is."""
     return {
         "funnel": summaries["report"]["funnel"],
+        "samples": summaries["shard"]["samples"],
         "planted": served.world.counts,
         "outcomes": summaries["ingest"]["outcomes"],
         "dropped": summaries["dedup"]["dropped"],
@@ -88,9 +89,10 @@ def render(summary: dict[str, Any]) -> RenderableType:
     from rich.table import Table
 
     funnel = Table(title="From URL rows to training", title_justify="left", box=None, show_header=False)
-    most = max(summary["funnel"].values())
+    rows = summary["funnel"]["rows"]
     for name, count in summary["funnel"].items():
-        funnel.add_row(f"[bold]{name}", f"{count:,}", "█" * max(1, round(48 * count / most)))
+        words = "" if count <= rows else f"each sample {count / summary['samples']:.0f} times"
+        funnel.add_row(f"[bold]{name}", f"{count:,}", "█" * round(48 * min(count / rows, 1)), words)
     zero_shot = summary["zero_shot"]
     times = zero_shot["accuracy"] / zero_shot["chance"]
     return Group(

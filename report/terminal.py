@@ -84,7 +84,8 @@ def _funnel(funnel: dict[str, int]) -> Table:
     first = max(next(iter(funnel.values())), 1)
     for name, count in funnel.items():
         share = count / first
-        table.add_row(FUNNEL[name], f"{count:,}", f"{share:.1%}", Text("█" * round(30 * min(share, 1)), style="cyan"))
+        words = f"{share:.1%}" if share <= 1 else f"{share:.1f} times"  # training draws a sample once an epoch
+        table.add_row(FUNNEL[name], f"{count:,}", words, Text("█" * round(30 * min(share, 1)), style="cyan"))
     table.columns[-1].justify = "left"
     return table
 
