@@ -35,7 +35,7 @@ check: setup
 	$(BIN)/python -m pytest tests/test_layout.py tests/test_lock.py
 
 bench: setup
-	for b in dedup loader loss; do $(BIN)/python -m bench.$$b --json || exit 1; done
+	for b in dedup loss; do $(BIN)/python -m bench.$$b --json || exit 1; done
 
 flickr8k: setup
 	@test -n "$(DATA)" || { echo "say where Flickr8k lies: make flickr8k DATA=/path/to/flickr8k"; exit 1; }
