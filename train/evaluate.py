@@ -4,7 +4,7 @@ Shape letters: N pictures, M captions (several a picture), E joint width, c a ch
 
 Figures: `t2i_r5` is the share of captions whose picture is among the five nearest pictures; `i2t_r5` the share of
 pictures with any of their captions among the five nearest captions. A tie counts against the right answer, so a model
-that maps everything to one point scores nothing.
+that maps everything to one point scores nothing, nor does one whose numbers are no longer finite.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _rank_of_own(txt_cE: Tensor, img_NE: Tensor, owner_c: Tensor) -> Tensor:
     """How many other pictures are at least as near to each caption as its own."""
     similarity_cN = txt_cE @ img_NE.T
     own_c1 = similarity_cN.gather(1, owner_c[:, None])
-    return (similarity_cN >= own_c1).sum(dim=1) - 1
+    return _not_below(similarity_cN, own_c1).sum(dim=1) - 1
 
 
 def _rank_of_best(img_cE: Tensor, txt_ME: Tensor, owner_M: Tensor, row_c: Tensor) -> Tensor:
@@ -179,7 +179,12 @@ def _rank_of_best(img_cE: Tensor, txt_ME: Tensor, owner_M: Tensor, row_c: Tensor
     similarity_cM = img_cE @ txt_ME.T
     own_cM = owner_M[None] == row_c[:, None]
     best_c1 = similarity_cM.masked_fill(~own_cM, -torch.inf).amax(dim=1, keepdim=True)
-    return ((similarity_cM >= best_c1) & ~own_cM).sum(dim=1)
+    return (_not_below(similarity_cM, best_c1) & ~own_cM).sum(dim=1)
+
+
+def _not_below(similarity: Tensor, own: Tensor) -> Tensor:
+    """At least as near. Not `>=`, which is false of NaN: a model that broke would rank every right answer first."""
+    return ~(similarity < own)
 
 
 # -- zero-shot classification ------------------------------------------------------------------------------------------
@@ -260,6 +265,10 @@ def read_templates(path: str) -> Sequence[str]:
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
     except OSError as error:
         raise InputError(f"expected a file of templates at {path}, found none ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"expected a file of templates in UTF-8 at {path}, found other bytes ({error.reason})"
+        ) from error
     templates = [line for line in lines if line]
     if not templates or any("{}" not in line for line in templates):
         raise InputError(f"expected a line with {{}} for each template in {path}, found {len(templates)} lines")
@@ -361,6 +370,10 @@ def run(config: EvalConfig) -> dict[str, Any]:
 
     Returns `step`, `checkpoint`, `retrieval` (with a set), `zero_shot` (with class folders).
     """
+    if config.batch < 1 or config.threads < 0:
+        raise ConfigError(
+            f"expected --batch of at least 1 and --threads of at least 0, found {config.batch} and {config.threads}"
+        )
     home = Path(run_folder(config.work, config.name))
     weights = load_weights(config.checkpoint or str(home), config.model)
     if weights.shape is None:

@@ -92,6 +92,8 @@ def test_recalls_equal_brute_force(entries: int) -> None:
 def test_a_model_that_maps_everything_to_one_point_scores_nothing() -> None:
     one = F.normalize(torch.ones(20, 8), dim=1)
     assert set(recalls(one, one, torch.arange(20)).values()) == {0.0}
+    broken = torch.full((20, 8), torch.nan)
+    assert set(recalls(broken, one, torch.arange(20)).values()) == {0.0}
     eye = torch.eye(20)
     assert set(recalls(eye, eye, torch.arange(20)).values()) == {1.0}
 
@@ -205,4 +207,10 @@ def test_bad_input_is_one_sentence(work: Path, tmp_path: Path) -> None:
         read_templates(str(tmp_path / "t.txt"))
     with pytest.raises(InputError, match="expected a file of templates"):
         read_templates(str(tmp_path / "gone.txt"))
+    (tmp_path / "latin.txt").write_bytes("ein Bild von {}, schön\n".encode("latin-1"))
+    with pytest.raises(InputError, match="in UTF-8"):
+        read_templates(str(tmp_path / "latin.txt"))
+    for wrong in ({"batch": 0}, {"batch": -1}, {"threads": -1}):
+        with pytest.raises(ConfigError, match="--batch of at least 1 and --threads of at least 0"):
+            run(EvalConfig(work=str(work), **wrong))
     assert val_folder(str(work), "") == f"{work}/holdout" and val_folder(str(tmp_path), "") == ""
