@@ -10,12 +10,14 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.errors import DataError, WorkFolderError
 from core.storage import Folder
+from train.models import ModelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +53,10 @@ class Saved:
     @property
     def step(self) -> int:
         return int(self.meta["step"])
+
+    @property
+    def shape(self) -> ModelConfig:
+        return ModelConfig(**self.meta["model"])
 
 
 def save(home: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, meta: dict[str, Any]) -> Path:
@@ -91,7 +97,12 @@ def write_tensors(folder: Folder, name: str, tensors: dict[str, Tensor]) -> None
 
 def steps_saved(home: Path) -> list[int]:
     """Steps of the finished checkpoints, oldest first."""
-    return sorted(int(marker.parent.name.removeprefix("step_")) for marker in home.glob(f"step_*/{MARKER}"))
+    return sorted(int(folder.name.removeprefix("step_")) for folder in _folders(home) if (folder / MARKER).exists())
+
+
+def _folders(home: Path) -> list[Path]:
+    """Folders of checkpoints, finished or not; a copy that someone made beside them (`step_00000100.good`) is none."""
+    return [folder for folder in home.glob("step_*") if re.fullmatch(r"step_\d{8,}", folder.name)]
 
 
 def load(path: Path) -> Saved:
@@ -135,7 +146,7 @@ def prune(home: Path, keep: int) -> None:
     """Remove all but the newest `keep` finished checkpoints, and what a killed run left unfinished."""
     steps = steps_saved(home)
     wanted = {f"step_{step:08d}" for step in steps[-max(1, keep) :]}
-    for folder in home.glob("step_*"):
+    for folder in _folders(home):
         if folder.name not in wanted:
             # The marker goes first, so that a removal cut short leaves an unfinished checkpoint and not a damaged one.
             (folder / MARKER).unlink(missing_ok=True)

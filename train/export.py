@@ -40,6 +40,16 @@ PT = "open_clip_model.pt"
 OPENAI_MARK = "input_resolution"
 NOT_PARAMETERS = frozenset({OPENAI_MARK, "context_length", "vocab_size", "attn_mask"})
 
+# What a plain ViT of open_clip may say of itself: the sizes, what only training or another pooling reads, and the rest
+# at its default. Much of the rest shows in no tensor's shape, and a model built without it embeds nonsense.
+READ_OR_UNUSED = frozenset(
+    {"image_size", "layers", "width", "head_width", "patch_size", "context_length", "vocab_size", "heads",
+     "patch_dropout", "attn_pooler_queries", "attn_pooler_heads", "output_tokens"}
+)  # fmt: skip
+DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "mlp_ratio": (4.0,), "pool_type": ("tok", "argmax"), "pos_embed_type": ("learnable",), "proj_type": ("linear",),
+}  # fmt: skip
+
 
 @dataclass
 class Weights:
@@ -64,6 +74,12 @@ class Weights:
                 raise ConfigError(
                     f"{self.source} holds the weights of another model: {name} is {theirs or 'missing'} there and "
                     f"{mine or 'unknown'} here; choose the --model it was trained as"
+                )
+        for name in ("vision_heads", "text_heads"):  # which show in no tensor's shape
+            if self.shape is not None and getattr(self.shape, name) != getattr(model.cfg, name):
+                raise ConfigError(
+                    f"{self.source} holds the weights of another model: {name} is {getattr(self.shape, name)} there and "
+                    f"{getattr(model.cfg, name)} here; choose the --model it was trained as"
                 )
         model.load_state_dict({**own, **state})
 
@@ -102,14 +118,16 @@ def load_weights(path: str, model: str = "") -> Weights:
 
 
 def _from_checkpoint(saved: checkpoint.Saved) -> Weights:
-    return Weights(str(saved.path), saved.model, ModelConfig(**saved.meta["model"]), saved.meta)
+    return Weights(str(saved.path), saved.model, saved.shape, saved.meta)
 
 
 def _from_open_clip(place: Path) -> Weights:
     for name in WEIGHTS:
         if (place / name).exists():
             try:
-                shape = shape_from_open_clip(json.loads((place / CONFIG).read_text())["model_cfg"])
+                config = json.loads((place / CONFIG).read_text())
+                shape = shape_from_open_clip(config["model_cfg"])
+                _check_pixels(config.get("preprocess_cfg") or {})
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(f"{place / CONFIG} describes no model that can be built here: {error!r}") from error
             return Weights(str(place), _clean(_read_file(place / name)), shape, {})
@@ -165,14 +183,15 @@ def _clean(state: Mapping[str, Any]) -> dict[str, Tensor]:
 # -- open_clip's description of a model --------------------------------------------------------------------------------
 
 
-def open_clip_config(shape: ModelConfig) -> dict[str, Any]:
-    """`open_clip_config.json` of a shape."""
-    from train.towers import IMAGE_MEAN, IMAGE_STD
+def open_clip_config(shape: ModelConfig, *, bias: bool = False) -> dict[str, Any]:
+    """`open_clip_config.json` of a shape; `bias` where the weights hold SigLIP's second scalar."""
+    from train.towers import IMAGE_MEAN, IMAGE_STD, INITIAL_BIAS
 
     return {
         "model_cfg": {
             "embed_dim": shape.embed_dim,
             "quick_gelu": shape.quick_gelu,
+            **({"init_logit_bias": INITIAL_BIAS} if bias else {}),
             "vision_cfg": {
                 "image_size": shape.image_size,
                 "layers": shape.vision_layers,
@@ -193,8 +212,11 @@ def open_clip_config(shape: ModelConfig) -> dict[str, Any]:
 
 
 def shape_from_open_clip(config: Mapping[str, Any]) -> ModelConfig:
-    """The shape that a `model_cfg` of open_clip describes; KeyError or TypeError where it is no plain ViT."""
+    """The shape that a `model_cfg` of open_clip describes; KeyError, TypeError or ValueError where it is no plain ViT."""
     vision, text = config["vision_cfg"], config["text_cfg"]
+    for key, value in [*vision.items(), *text.items()]:
+        if value and key not in READ_OR_UNUSED and value not in DEFAULTS.get(key, ()):
+            raise ValueError(f"{key} = {value!r} makes it another model than a plain ViT")
     return ModelConfig(
         embed_dim=config["embed_dim"],
         image_size=vision["image_size"],
@@ -209,6 +231,16 @@ def shape_from_open_clip(config: Mapping[str, Any]) -> ModelConfig:
         vocab=text.get("vocab_size", 49408),
         quick_gelu=bool(config.get("quick_gelu", False)),
     )
+
+
+def _check_pixels(config: Mapping[str, Any]) -> None:
+    """ValueError where a model wants its pixels scaled otherwise than every tower here scales them."""
+    from train.towers import IMAGE_MEAN, IMAGE_STD
+
+    for key, ours in (("mean", IMAGE_MEAN), ("std", IMAGE_STD)):
+        theirs = config.get(key) or ours
+        if len(theirs) != 3 or any(abs(a - b) > 1e-3 for a, b in zip(theirs, ours, strict=True)):
+            raise ValueError(f"its pixels are scaled by the {key} {theirs}, not by CLIP's {list(ours)}")
 
 
 # -- the stage ---------------------------------------------------------------------------------------------------------
@@ -232,7 +264,8 @@ def run(config: ExportConfig) -> dict[str, Any]:
         with out.staged(PT) as path:
             torch.save(weights.state, path)
         files.append(PT)
-    out.write(CONFIG, json.dumps(open_clip_config(weights.shape), indent=2).encode())
+    config_json = open_clip_config(weights.shape, bias="logit_bias" in weights.state)
+    out.write(CONFIG, json.dumps(config_json, indent=2).encode())
     parameters = sum(value.numel() for value in weights.state.values())
     return {"out": out.url, "files": files, "step": weights.meta.get("step"), "parameters": parameters}
 

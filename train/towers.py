@@ -28,6 +28,7 @@ IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 INITIAL_LOG_SCALE = math.log(1 / 0.07)
+INITIAL_BIAS = -10.0  # SigLIP's
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 # Rows of padding a text segment may hold before a new one is opened; each segment costs some 20 small calls a layer.
@@ -220,7 +221,7 @@ class CLIP(nn.Module):
         self.ln_final = nn.LayerNorm(cfg.text_width)
         self.text_projection = nn.Parameter(cfg.text_width**-0.5 * torch.randn(cfg.text_width, cfg.embed_dim))
         self.logit_scale = nn.Parameter(torch.tensor(math.log(10.0) if logit_bias else INITIAL_LOG_SCALE))
-        self.logit_bias = nn.Parameter(torch.tensor(-10.0)) if logit_bias else None
+        self.logit_bias = nn.Parameter(torch.tensor(INITIAL_BIAS)) if logit_bias else None
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         self.transformer.init_gpt()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from core.errors import ConfigError, DataError, InputError, WorkFolderError
+from core.storage import Folder
 from train import checkpoint
 from train.config import ExportConfig
 from train.export import load_weights, open_clip_config, run_folder, shape_from_open_clip
@@ -127,6 +129,20 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000015", "step_00000020"]
 
 
+def test_a_copy_that_someone_made_beside_them_is_no_checkpoint_and_stays(tmp_path: Path) -> None:
+    write(tmp_path, 10, 20)
+    for name in ("step_00000010_copy", "step_00000020.good", "step_best"):
+        shutil.copytree(tmp_path / "step_00000010", tmp_path / name)
+    assert checkpoint.steps_saved(tmp_path) == [10, 20]
+    checkpoint.prune(tmp_path, 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "step_00000010_copy",
+        "step_00000020",
+        "step_00000020.good",
+        "step_best",
+    ]
+
+
 @pytest.mark.parametrize(("key", "words"), list(checkpoint.FIXED.items()))
 def test_a_resume_with_anything_else_is_refused_by_name(tmp_path: Path, key: str, words: str) -> None:
     write(tmp_path, 3)
@@ -184,6 +200,58 @@ def test_an_openai_archive_loads_and_brings_its_activation(tmp_path: Path) -> No
 def test_open_clips_config_describes_every_model_of_ours() -> None:
     for shape in MODELS.values():
         assert shape_from_open_clip(json.loads(json.dumps(open_clip_config(shape)))["model_cfg"]) == shape
+
+
+def describe(folder: Path, **changes: dict[str, Any]) -> Path:
+    """An open_clip folder of SHAPE with some of its configuration's tables added to."""
+    checkpoint.write_tensors(Folder(folder), "open_clip_model.safetensors", CLIP(SHAPE).state_dict())
+    config = open_clip_config(SHAPE)
+    tables = {**config["model_cfg"], "preprocess_cfg": config["preprocess_cfg"]}
+    for table, values in changes.items():
+        tables[table].update(values)
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_what_open_clip_says_at_its_defaults_changes_nothing(tmp_path: Path) -> None:
+    vision = {"mlp_ratio": 4.0, "pool_type": "tok", "patch_dropout": 0.5, "no_ln_pre": False, "act_kwargs": None}
+    folder = describe(tmp_path, vision_cfg=vision, text_cfg={"pool_type": "argmax", "no_causal_mask": False})
+    assert load_weights(str(folder)).shape == SHAPE
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value"),
+    [
+        ("vision_cfg", "pool_type", "avg"),
+        ("vision_cfg", "act_kwargs", {"approximate": "tanh"}),
+        ("vision_cfg", "mlp_ratio", 2.0),
+        ("text_cfg", "no_causal_mask", True),
+        ("text_cfg", "hf_model_name", "roberta-base"),
+        ("preprocess_cfg", "mean", [0.5, 0.5, 0.5]),
+    ],
+)
+def test_a_model_that_would_be_built_wrongly_is_refused(tmp_path: Path, table: str, key: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"describes no model that can be built here.*{key}"):
+        load_weights(str(describe(tmp_path, **{table: {key: value}})))
+
+
+def test_weights_with_other_heads_are_refused_though_all_tensors_fit(tmp_path: Path) -> None:
+    weights = load_weights(str(describe(tmp_path)))
+    weights.into(CLIP(SHAPE))
+    for heads in ({"vision_heads": 4}, {"text_heads": 1}):
+        with pytest.raises(ConfigError, match=f"another model: {next(iter(heads))} is 2 there"):
+            weights.into(CLIP(dataclasses.replace(SHAPE, **heads)))
+
+
+def test_siglips_bias_is_announced_to_open_clip_which_else_refuses_the_file(tmp_path: Path) -> None:
+    for bias in (False, True):
+        model = CLIP(SHAPE, logit_bias=bias)
+        home = tmp_path / f"{bias}"
+        checkpoint.save(home, 1, model, make_optimizer(model, 1e-3), META)
+        export(ExportConfig(checkpoint=str(home), out=str(home / "out")))
+        config = json.loads((home / "out/open_clip_config.json").read_text())["model_cfg"]
+        state = load_file(home / "out/open_clip_model.safetensors")
+        assert ("init_logit_bias" in config) == ("logit_bias" in state) == bias
 
 
 def test_exported_names_and_shapes_are_the_models(tmp_path: Path) -> None:
