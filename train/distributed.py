@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("pairmill.train")
 
 TIMEOUT_S = 1800.0
+
+PR_SET_PDEATHSIG = 1  # prctl.h
 
 # mallopt's names for "how many mappings" and "how much free memory before it is given back" (malloc.h).
 M_MMAP_MAX = -4
@@ -55,6 +57,11 @@ def ranks_from_env() -> tuple[int, int, int]:
     if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
         return int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env.get("SLURM_LOCALID", 0))
     return 0, 1, 0
+
+
+def launched() -> bool:
+    """Whether torchrun or srun started this process as a rank, be it the only one."""
+    return ranks_from_env()[1] > 1 or ("LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ)
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -88,6 +95,7 @@ def world(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Iterator[World]
     if own.type == "cpu":
         keep_freed_memory()
     if size > 1:
+        end_with_parent()()
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ConfigError(f"{size} ranks were started without {' and '.join(missing)}; set them, or use torchrun.")
@@ -112,6 +120,16 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def end_with_parent() -> Callable[[], None]:
+    """What a process calls to be killed by the kernel when its parent dies (Linux; elsewhere nothing happens).
+
+    torchrun gives every rank a session of its own, so neither kill -9 nor a closed terminal reaches the ranks: they
+    would go on training, and hold the run's lock. The library is looked up here, because that is not safe after a fork.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    return (lambda: None) if prctl is None else lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def wrap(model: nn.Module, ranks: World) -> nn.Module:
@@ -159,12 +177,13 @@ def launch_ranks(argv: Sequence[str], ranks: int, env: dict[str, str] | None = N
     """Run `python ARGV` once a rank on this machine through torchrun; returns its exit code (128 + n for signal n).
 
     `argv` is a script with its arguments, or "-m", module, arguments. SIGINT and SIGTERM reach all ranks, and when one
-    rank dies the others are ended. The cores are shared out evenly unless OMP_NUM_THREADS is set.
+    rank or this process dies (kill -9 included) the others are ended. The cores are shared out evenly unless
+    OMP_NUM_THREADS is set.
     """
     if ranks < 1:
         raise ConfigError(f"ranks must be at least 1, found {ranks}.")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *argv]
-    child = subprocess.Popen(command, env=_rank_env(ranks, env))
+    child = subprocess.Popen(command, env=_rank_env(ranks, env), preexec_fn=end_with_parent())
     with _forwarded_signals(child):
         code = child.wait()
     log.debug("%d ranks ended with code %d", ranks, code)

@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from core.errors import ConfigError, RunError
+from core.errors import RunError
 from core.metrics import Jsonl
 from core.progress import Progress
 from core.runner import cores
@@ -63,9 +63,11 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
     shape = dataclasses.replace(model_config(config.model), patch_dropout=config.patch_dropout)
 
     # ---- model ------------------------------------------------------------------------------------------------------
-    weights = load_weights(config.init, config.model) if config.init else None
-    if weights is not None and weights.shape is not None:  # the activation is no matter of taste for given weights
-        shape = dataclasses.replace(shape, quick_gelu=weights.shape.quick_gelu)
+    saved = _newest_on_all_ranks(home / "checkpoints", ranks)
+    weights = load_weights(config.init, config.model) if config.init and saved is None else None
+    given = saved.shape if saved is not None else weights.shape if weights is not None else None
+    if given is not None:  # the activation is no matter of taste for given weights
+        shape = dataclasses.replace(shape, quick_gelu=given.quick_gelu)
     torch.manual_seed(config.seed)
     clip = CLIP(shape, config.precision, logit_bias=config.loss == "siglip")
     clip.set_checkpointing(config.checkpointing)
@@ -74,7 +76,6 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
 
     # ---- continue where the run stopped -----------------------------------------------------------------------------
     fixed = _fixed(config, plan, tokenizer, shape)
-    saved = _newest_on_all_ranks(home / "checkpoints", ranks)
     if saved is not None:
         checkpoint.check_same(saved, fixed)
         clip.load_state_dict(saved.model)
@@ -125,7 +126,7 @@ def _loop(trainer: Trainer, loader: Loader, stop: threading.Event, start: int) -
             saving = stopping or last or (config.checkpoint_every > 0 and step % config.checkpoint_every == 0)
             if saving or step % config.log_every == 0:
                 row = trainer.log_row()  # also before a checkpoint, so that no interval spans one
-                progress.advance(text=f"loss {row['loss'] or math.nan:.3f}")
+                progress.advance(text=f"loss {math.nan if row['loss'] is None else row['loss']:.3f}")
             progress.advance(1)
             if saving:
                 trainer.save()
@@ -307,8 +308,6 @@ def _any_rank(ranks: World, *flags: bool) -> list[bool]:
 
 def _threads(config: TrainConfig, ranks: World) -> int:
     """Decode threads of this rank; the launcher has divided the cores by the local ranks for OpenMP already."""
-    if config.threads < 0:
-        raise ConfigError(f"threads must be at least 0, found {config.threads}.")
     return config.threads or max(1, min(cores(), torch.get_num_threads()))
 
 

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -28,7 +29,7 @@ from core.storage import Folder
 from core.work import locked, package_version
 from train import checkpoint
 from train.config import TrainConfig
-from train.distributed import World, barrier, choose_device, launch_ranks, ranks_from_env, world
+from train.distributed import World, barrier, choose_device, launch_ranks, launched, ranks_from_env, world
 from train.evaluate import val_folder
 from train.export import run_folder
 from train.models import model_config
@@ -39,6 +40,9 @@ SETTINGS = "config.json"
 DONE = "done.json"
 FAILED = "failed.json"
 LOCK = ".lock"
+
+NOT_NEGATIVE = ("micro_batch", "ranks", "steps", "warmup", "eval_every", "checkpoint_every", "threads", "grad_clip", "lr",
+                "wd")  # fmt: skip
 
 
 def run(config: TrainConfig) -> dict[str, Any]:
@@ -54,7 +58,8 @@ def run(config: TrainConfig) -> dict[str, Any]:
     """
     home = Path(run_folder(config.work, config.name))
     check(config)
-    if ranks_from_env()[1] > 1:
+    if launched():
+        _check_launched(config)
         return _join(config, home)
     ranks = config.ranks or _default_ranks(config)
     check_share(config, ranks)
@@ -69,9 +74,11 @@ def check(config: TrainConfig) -> None:
     for name in ("batch_size", "log_every", "keep"):
         if getattr(config, name) < 1:
             raise ConfigError(f"expected {name} of at least 1, found {getattr(config, name)}")
-    for name in ("micro_batch", "ranks", "steps", "warmup", "eval_every", "checkpoint_every", "threads", "grad_clip"):
-        if getattr(config, name) < 0:
+    for name in NOT_NEGATIVE:
+        if not 0 <= getattr(config, name) < math.inf:
             raise ConfigError(f"expected {name} of at least 0, found {getattr(config, name)}")
+    if abs(config.seed) >= 1 << 63:
+        raise ConfigError(f"expected a seed of at most 63 bits, found {config.seed}")
     if config.epochs < 1 and not config.steps:
         raise ConfigError(f"expected at least one epoch or step, found epochs {config.epochs} and steps 0")
     if not 0 < config.crop <= 1:
@@ -88,6 +95,17 @@ def check_share(config: TrainConfig, ranks: int) -> None:
         raise ConfigError(
             f"a batch of {config.batch_size} cannot be shared equally by {ranks} ranks; use --batch-size {near}, or other "
             "--ranks"
+        )
+
+
+def _check_launched(config: TrainConfig) -> None:
+    """Refuse `--ranks` that is neither what a launcher started here nor what it started in all."""
+    size = ranks_from_env()[1]
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if config.ranks not in (0, here, size):
+        raise ConfigError(
+            f"{here} ranks were started on this machine ({size} in all), and --ranks asks for {config.ranks}; leave it out "
+            "under torchrun and srun"
         )
 
 
@@ -205,15 +223,20 @@ def _launch(config: TrainConfig, home: Path, ranks: int) -> dict[str, Any]:
     (home / FAILED).unlink(missing_ok=True)
     config = dataclasses.replace(config, fresh=False)
     values = json.dumps(plain({f.name: getattr(config, f.name) for f in dataclasses.fields(config)}))
-    root = str(Path(__file__).resolve().parent.parent)
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    code = launch_ranks(["-m", "train.run", values], ranks, env={"PYTHONPATH": os.pathsep.join(paths)})
+    code = launch_ranks(["-m", "train.run", values], ranks, env=_rank_paths())
     if code != 0:
         _raise_failure(home, code)
     finished = read_done(home)
     if finished is None:
         raise RunError(f"the ranks ended without a summary in {home}; run the same command again to continue")
     return finished
+
+
+def _rank_paths() -> dict[str, str]:
+    """The ranks find our modules, and not a user's `train.py` or `core/` in the folder that the command was given in."""
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
 def _raise_failure(home: Path, code: int) -> None:
@@ -245,8 +268,13 @@ def main() -> None:
 def _leave_word(home: Path, error: PairmillError) -> None:
     """Tell the launcher what happened; the first rank to fail is the one that knows."""
     words = json.dumps({"error": type(error).__name__, "message": str(error), "rank": ranks_from_env()[0]})
-    with contextlib.suppress(FileExistsError), (home / FAILED).open("x") as file:
-        file.write(words)
+    try:
+        with (home / FAILED).open("x") as file:
+            file.write(words)
+    except FileExistsError:
+        pass
+    except OSError:  # a full disk is no reason to lose the sentence
+        log.error("%s", error)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -24,7 +25,7 @@ from tests.train.test_data import flip_a_byte
 from train import checkpoint
 from train.config import TrainConfig
 from train.export import load_weights
-from train.run import run
+from train.run import _rank_paths, run
 
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = ("step", "epoch", "samples_seen", "loss", "acc", "scale", "lr", "grad_norm", "batch_hash", "text_len")
@@ -257,6 +258,11 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_written(work: Pa
         ({"batch_size": 1000}, InputError, "at least one batch of 1000 samples, found 100"),
         ({"shards": str(work / "nowhere")}, InputError, "nowhere"),
         ({"init": str(work / "nowhere.pt")}, InputError, "expected weights"),
+        ({"lr": -1.0}, ConfigError, "lr of at least 0, found -1.0"),
+        ({"lr": math.nan}, ConfigError, "lr of at least 0, found nan"),
+        ({"wd": math.inf}, ConfigError, "wd of at least 0, found inf"),
+        ({"grad_clip": math.nan}, ConfigError, "grad_clip of at least 0"),
+        ({"seed": 1 << 70}, ConfigError, "seed of at most 63 bits"),
     ):
         with pytest.raises(error, match=words):
             run(replace(config, **wrong))  # type: ignore[arg-type]
@@ -264,9 +270,32 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_written(work: Pa
 
 
 def test_a_run_can_begin_with_the_weights_of_another(work: Path, undisturbed: dict[str, Any]) -> None:
-    run(replace(settings(work, "second", steps=1, val="none"), lr=0.0, init=undisturbed["checkpoint"]))
+    first = work / "first"
+    shutil.copytree(undisturbed["checkpoint"], first)
+    config = replace(settings(work, "second", steps=1, val="none"), lr=0.0, init=str(first))
+    run(config)
     one, two = load_weights(undisturbed["checkpoint"]), load_weights(str(home(work, "second")))
     assert all(torch.equal(value, two.state[key]) for key, value in one.state.items())
+    shutil.rmtree(first)
+    (home(work, "second") / "done.json").unlink()
+    assert run(config)["steps"] == 1  # to continue, the first weights need not be there any more
+
+
+def test_under_torchrun_the_ranks_are_those_that_it_started(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"1 ranks were started .*--ranks asks for 2"):
+        run(settings(work, "joined", ranks=2))
+    monkeypatch.setattr("train.run._default_ranks", lambda config: pytest.fail("it would start ranks of its own"))
+    assert run(settings(work, "joined", steps=1, val="none"))["steps"] == 1
+
+
+def test_ranks_do_not_import_what_lies_in_the_users_folder(tmp_path: Path) -> None:
+    for name in ("train.py", "core.py", "torch.py"):
+        (tmp_path / name).write_text("raise SystemExit('the wrong module')")
+    env = {**os.environ, **_rank_paths()}
+    done = subprocess.run([sys.executable, "-m", "train.config"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_evaluations_on_schedule_leave_the_course_as_it_is(work: Path, undisturbed: dict[str, Any]) -> None:
