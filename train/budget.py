@@ -8,6 +8,7 @@ Letters: P parameters, B pairs of a step over all GPUs, b of one GPU, m of one m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -202,7 +203,7 @@ def run(config: PlanConfig) -> dict[str, Any]:
         "gpu_hours": flops / (card.peak_flops * mfu * 3600.0),
         "mfu": mfu,
         "hfu": hfu,
-        "steps": -(-config.pairs * config.epochs // config.batch_size),
+        "steps": math.ceil(config.pairs * config.epochs / config.batch_size),
         "step_s": config.batch_size / rate,
         "pairs_per_s": rate,
         "loader": _loader(rate, config.gpus),
@@ -217,9 +218,9 @@ def run(config: PlanConfig) -> dict[str, Any]:
 
 def _check(config: PlanConfig) -> None:
     for name in ("pairs", "epochs", "gpus", "batch_size", "text_len"):
-        if getattr(config, name) <= 0:
+        if not 0 < getattr(config, name) < math.inf:
             raise ConfigError(f"expected --{name.replace('_', '-')} above 0, found {getattr(config, name)}")
-    if config.days < 0 or config.micro_batch < 0:
+    if not 0 <= config.days < math.inf or config.micro_batch < 0:
         raise ConfigError("expected --days and --micro-batch of 0 or more")
     if not 0 < config.mfu <= 1:
         raise ConfigError(f"expected --mfu between 0 and 1, found {config.mfu}; 0.4 is 40 %")

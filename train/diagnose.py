@@ -78,6 +78,8 @@ def run(config: DiagnoseConfig) -> dict[str, Any]:
     """
     if config.seconds < 0 or not 0 <= config.budget < 1:
         raise ConfigError("expected --seconds of 0 or more and a --budget between 0 and 1, as 0.1 for 10 %")
+    if config.batch_size < 0 or config.threads < 0:
+        raise ConfigError("expected --batch-size and --threads of 0 or more")
     folder = Folder(config.work)
     rows, recorded = _rows(folder, config.name), _recorded(folder, config.name)
     settings = _settings(config, recorded)

@@ -56,8 +56,6 @@ class Pictures:
 
     progressive: float
     """Share of progressive JPEGs, which no hardware decoder takes."""
-    foreign: float
-    """Share of pictures that are no JPEG."""
     pixels: float
     """Mean pixels of a stored picture."""
 
@@ -193,6 +191,5 @@ def _look_at(shard_set: ShardSet) -> Pictures:
     count = max(1, len(headers))
     return Pictures(
         progressive=sum(h.progressive for h in headers) / count,
-        foreign=sum(h.format.lower() not in ("jpeg", "jpg") for h in headers) / count,
         pixels=sum(h.width * h.height for h in headers) / count,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from core.errors import ConfigError
@@ -83,6 +85,7 @@ def test_vit_l_needs_smaller_micro_batches_on_small_cards() -> None:
         ({"gpus": 0}, "--gpus"),
         ({"mfu": 40.0}, "0.4 is 40 %"),
         ({"gpus": 8, "days": 1.0}, "of their peak"),
+        *(({name: value}, f"--{name}") for name in ("pairs", "epochs", "days") for value in (math.nan, math.inf)),
     ],
 )
 def test_a_plan_that_cannot_be(values: dict[str, object], words: str) -> None:
