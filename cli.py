@@ -26,6 +26,7 @@ from shardkit.config import ShardConfig, VerifyConfig
 from train.config import DiagnoseConfig, DoctorConfig, EvalConfig, ExportConfig, PlanConfig, TrainConfig
 
 Summary = dict[str, Any]
+INTERRUPTED = 130  # Typer catches Ctrl-C before `main` could, and ends with this code and no word
 
 # What a recipe may hold, in the order in which it runs.
 STAGES: dict[str, tuple[type[StageConfig], str]] = {
@@ -62,9 +63,10 @@ def main() -> None:
     except PairmillError as error:
         print(f"pairmill: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("pairmill: stopped; run the same command again to continue", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as done:
+        if done.code == INTERRUPTED:
+            print("pairmill: stopped; run the same command again to continue", file=sys.stderr)
+        raise
 
 
 def _stage(module: str) -> Callable[[Any], Summary]:
@@ -87,13 +89,15 @@ def _print(module: Any, summary: Summary) -> None:
     """A stage's own `render(summary)` where it has one, else its plain figures."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     if hasattr(module, "render"):
         rendered = module.render(summary)
     else:
         rendered = Table(show_header=False, box=None)
         for key, value in summary.items():
-            rendered.add_row(f"[bold]{key}", f"{value:,}" if isinstance(value, (int, float)) else str(value))
+            words = f"{value:,}" if isinstance(value, (int, float)) else str(value)
+            rendered.add_row(Text(key, style="bold"), Text(words))  # a path in brackets is no markup
     Console().print(rendered)
 
 

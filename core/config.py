@@ -129,6 +129,8 @@ def build(cls: type[Config], values: Mapping[str, Any], *, where: str) -> Config
         if name not in hints:
             raise ConfigError(f"{where} knows no setting {name!r}: {nearest(name, hints)}")
     clean = {name: _checked(value, hints[name], f"{where}: {name}") for name, value in values.items()}
+    if clean.get("work") == "":  # of an unset variable; as a path it would be the root folder
+        raise ConfigError(f"{where}: expected a folder as work, found an empty name")
     missing = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING and f.name not in clean]
     if missing:
         raise ConfigError(f"{where} needs the setting {missing[0]!r}: {field_docs(typing.cast(Any, cls))[missing[0]]}")
@@ -187,6 +189,8 @@ def load_recipe(
     for name in tables:
         if name not in stages:
             raise ConfigError(f"{path} knows no stage [{name}]: {nearest(name, stages)}")
+    if not tables:
+        raise ConfigError(f"expected a table for each stage to run in {path}, as [ingest], found none; see examples/")
     configs: dict[str, StageConfig] = {}
     for name in (stage for stage in stages if stage in tables):
         own = {key: _expanded(value) for key, value in tables[name].items()}

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from core.errors import StorageError
+
 
 class Series:
     """Durations of one kind of work or wait, in seconds, since the last `take`."""
@@ -47,8 +49,13 @@ class Jsonl:
         self.path = path
 
     def append(self, row: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {self.path}: {error.strerror}; see to that and run the same command again to continue"
+            ) from error
 
     def rows(self) -> list[dict[str, Any]]:
         """All whole rows; a last line cut short by a kill is left out."""

@@ -66,6 +66,9 @@ def test_recipe_reads_stages_in_their_order_not_the_files(tmp_path: Path) -> Non
         ('[a]\nflour = "rye"\nhours = "long"\n', "expected float, found 'long'"),
         ('[a]\nflour = "rye"\nseeds = "flax"\n', "expected a list"),
         ("[a]\nhours = 2\n", "needs the setting 'flour'"),
+        ("", "expected a table for each stage"),
+        ('work = "w"\n', "expected a table for each stage"),
+        ('work = ""\n[a]\nflour = "rye"\n', "expected a folder as work"),
     ],
 )  # fmt: skip
 def test_a_wrong_recipe_is_one_clear_sentence(tmp_path: Path, text: str, words: str) -> None:

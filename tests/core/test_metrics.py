@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from core.errors import StorageError
 from core.metrics import Jsonl, Series
 
 
@@ -15,6 +18,12 @@ def test_percentiles_and_start_over() -> None:
     assert (taken["n"], taken["p50"], taken["p99"]) == (101, 0.50, 0.99)
     assert abs(taken["sum"] - 50.5) < 1e-9
     assert series.take()["n"] == 0
+
+
+def test_a_full_disk_is_a_sentence() -> None:
+    file = Jsonl(Path("/dev/full"))
+    with pytest.raises(StorageError, match=r"cannot write /dev/full: No space left on device; .*same command again"):
+        file.append({"step": 1})
 
 
 def test_a_line_cut_short_by_a_kill_is_left_out_and_replaced(tmp_path: Path) -> None:
