@@ -7,9 +7,12 @@ any DuckDB shell opens. A view that is missing is explained by the verb that mak
 from __future__ import annotations
 
 import logging
+import os
+import re
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from core.errors import InputError, UsageError, nearest
+from core.errors import DataError, InputError, UsageError, nearest
 from core.storage import TEMPORARY, Folder
 
 if TYPE_CHECKING:
@@ -18,10 +21,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("pairmill.catalog")
 
 # view -> (files, the function that reads them, the verb that makes them); names with a dot are what a killed writer left
-_PARTS = "read_parquet('{}', union_by_name=true)"
-_TABLE = "read_parquet('{}')"
+_PARTS = "read_parquet({}, union_by_name=true)"
+_TABLE = "read_parquet({})"
 # The file of a live run may end in half a line, which becomes a row of nulls.
-_LINES = "read_json_auto('{}', format='newline_delimited', ignore_errors=true, union_by_name=true, filename=true)"
+_LINES = "read_json_auto({}, format='newline_delimited', ignore_errors=true, union_by_name=true, filename=true)"
 VIEWS: dict[str, tuple[str, str, str]] = {
     "pairs": ("ingest/parts/[!.]*.parquet", _PARTS, "ingest"),
     "signatures": ("dedup/signatures/[!.]*.parquet", _PARTS, "dedup"),
@@ -34,10 +37,15 @@ VIEWS: dict[str, tuple[str, str, str]] = {
 }
 
 
-def connect(folder: Folder, *, memory_gb: float | None = None) -> duckdb.DuckDBPyConnection:
-    """An in-memory DuckDB connection with the views of `folder`.
+def connect(
+    folder: Folder, *, memory_gb: float | None = None, views: Collection[str] = VIEWS.keys()
+) -> duckdb.DuckDBPyConnection:
+    """An in-memory DuckDB connection with those of `views` whose files are in `folder`.
 
     Spills go to a temporary folder of the system's, never into the work folder.
+
+    Raises:
+        DataError: a file of the folder is no whole table.
     """
     import tempfile
 
@@ -51,15 +59,35 @@ def connect(folder: Folder, *, memory_gb: float | None = None) -> duckdb.DuckDBP
         connection.execute(f"SET memory_limit = '{memory_gb}GB'")
     if folder.local is None:
         connection.register_filesystem(folder._remote("")[0])
-    _make_views(connection, folder)
+    _make_views(connection, folder, views)
     return connection
 
 
-def _make_views(connection: duckdb.DuckDBPyConnection, folder: Folder) -> None:
-    for name, (pattern, reader, _) in VIEWS.items():
-        if _present(folder, pattern):
-            source = reader.format(folder.path(pattern).replace("'", "''"))
+def _make_views(connection: duckdb.DuckDBPyConnection, folder: Folder, views: Collection[str]) -> None:
+    import duckdb
+
+    for name, (pattern, reader, verb) in VIEWS.items():
+        if name not in views or not _present(folder, pattern):
+            continue
+        source = reader.format(literal(folder, pattern))
+        try:
             connection.execute(f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM {source}")
+        except duckdb.Error as error:
+            raise DataError(
+                f"the {name} of {folder} cannot be read; DuckDB says: {says(error)}; restore that file, or "
+                f"delete it and run `pairmill {verb}` again"
+            ) from error
+
+
+def says(error: duckdb.Error) -> str:
+    """DuckDB's complaint on one line, without the piece of our SQL that it points at."""
+    return " ".join(str(error).partition("\nLINE ")[0].split())
+
+
+def literal(folder: Folder, pattern: str) -> str:
+    """The files `pattern` of `folder` as an SQL string: the folder's own name is no pattern, whatever it is made of."""
+    plain = re.sub(r"[*?\[]", lambda found: f"[{found[0]}]", folder.url)
+    return "'" + f"{plain}/{pattern}".replace("'", "''") + "'"
 
 
 def _present(folder: Folder, pattern: str) -> bool:
@@ -71,16 +99,23 @@ def _present(folder: Folder, pattern: str) -> bool:
 
 
 def write(folder: Folder) -> None:
-    """Save the views as `catalog.duckdb` beside the data (local folders only), replacing an older one."""
+    """Save the views as `catalog.duckdb` beside the data (local folders only), replacing an older one.
+
+    It holds no facts, so what keeps it from being written is said and stops nobody.
+    """
     import duckdb
 
     if folder.local is None:
         return
-    temporary = folder.local.absolute() / f"{TEMPORARY}catalog.duckdb"
-    temporary.unlink(missing_ok=True)
-    with duckdb.connect(str(temporary)) as connection:
-        _make_views(connection, Folder(folder.local.absolute()))
-    temporary.replace(folder.local / "catalog.duckdb")
+    temporary = folder.local.absolute() / f"{TEMPORARY}{os.getpid()}-catalog.duckdb"
+    try:
+        temporary.unlink(missing_ok=True)
+        with duckdb.connect(str(temporary)) as connection:
+            _make_views(connection, Folder(folder.local.absolute()), VIEWS)
+        temporary.replace(folder.local / "catalog.duckdb")
+    except (OSError, duckdb.Error, DataError) as error:
+        log.warning("catalog.duckdb of %s stays as it was: %s", folder, error)
+        temporary.unlink(missing_ok=True)
 
 
 def require(connection: duckdb.DuckDBPyConnection, view: str) -> None:

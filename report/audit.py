@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core import catalog
-from core.errors import InputError
+from core.errors import DataError, InputError
 from core.storage import Folder
+from report.config import at_least
 
 if TYPE_CHECKING:
     import duckdb
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from report.config import AuditConfig
 
-HOST = r"lower(regexp_extract(url, '^[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/?#@]*@)?([^/?#:]+)', 1))"
+HOST = r"lower(regexp_extract(url, '^[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/?#@]*@)?(\[[^]]*\]|[^/?#:]+)', 1))"
 BINS = 28
 # Words are counted on at most about this many captions: the list of frequent words is settled long before.
 WORD_CAPTIONS = 2_000_000
@@ -42,8 +43,10 @@ def run(config: AuditConfig) -> dict[str, Any]:
 
     Raises:
         InputError: nothing to look at in the folder.
+        DataError: a file of it is no whole table.
     """
     start = time.perf_counter()
+    at_least("--top", config.top, 1)
     folder = Folder(config.folder or config.work)
     connection = catalog.connect(folder)
     if config.folder:
@@ -89,8 +92,7 @@ def bare_views(connection: duckdb.DuckDBPyConnection, folder: Folder) -> None:
         InputError: neither samples.parquet nor img2dataset's Parquet files are there.
     """
     if folder.exists("samples.parquet"):
-        source = folder.path("samples.parquet").replace("'", "''")
-        connection.execute(f"CREATE OR REPLACE VIEW samples AS SELECT * FROM read_parquet('{source}')")
+        _make_view(connection, "VIEW samples", folder, "samples.parquet")
         return
     if not folder.list("*.parquet"):
         if views(connection):
@@ -99,13 +101,20 @@ def bare_views(connection: duckdb.DuckDBPyConnection, folder: Folder) -> None:
             f"expected samples.parquet or img2dataset's .parquet files in {folder}, found neither; to look at foreign "
             "tars, run `pairmill adopt` on the folder first"
         )
-    source = folder.path("*.parquet").replace("'", "''")
-    connection.execute(
-        f"CREATE OR REPLACE TEMP VIEW foreign_rows AS SELECT * FROM read_parquet('{source}', union_by_name=true)"
-    )
+    _make_view(connection, "TEMP VIEW foreign_rows", folder, "*.parquet")
     connection.execute(
         f"CREATE OR REPLACE VIEW pairs AS SELECT {_img2dataset_columns(connection, folder)} FROM foreign_rows"
     )
+
+
+def _make_view(connection: duckdb.DuckDBPyConnection, view: str, folder: Folder, pattern: str) -> None:
+    import duckdb
+
+    source = catalog.literal(folder, pattern)
+    try:
+        connection.execute(f"CREATE OR REPLACE {view} AS SELECT * FROM read_parquet({source}, union_by_name=true)")
+    except duckdb.Error as error:
+        raise DataError(f"{folder} holds no whole {pattern}; DuckDB says: {catalog.says(error)}") from error
 
 
 def _img2dataset_columns(connection: duckdb.DuckDBPyConnection, folder: Folder) -> str:
@@ -158,8 +167,8 @@ def pair_sections(connection: duckdb.DuckDBPyConnection, top: int) -> dict[str, 
     sections: dict[str, Any] = {
         "pairs": _records(
             connection,
-            f"""SELECT count(*) AS rows, count(*) FILTER (outcome = 'ok') AS ok, approx_count_distinct(url) AS urls,
-            approx_count_distinct(caption) AS captions, {size} AS bytes FROM pairs""",
+            f"""SELECT count(*) AS rows, count(*) FILTER (outcome = 'ok') AS ok, count(DISTINCT url) AS urls,
+            count(DISTINCT caption) AS captions, {size} AS bytes FROM pairs""",
         )[0],
         "outcomes": _records(
             connection,
@@ -275,7 +284,7 @@ def decision_sections(connection: duckdb.DuckDBPyConnection, top: int) -> dict[s
     totals = _records(
         connection,
         """SELECT count(*) AS pairs, count(*) FILTER (kept) AS kept, count(*) FILTER (holdout) AS holdout,
-        count(*) FILTER (NOT kept) AS dropped, approx_count_distinct(image_group) AS pictures FROM decisions""",
+        count(*) FILTER (NOT kept) AS dropped, count(DISTINCT image_group) AS pictures FROM decisions""",
     )[0]
     dropped = _records(
         connection,

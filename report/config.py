@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.config import StageConfig, setting
+from core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class ReportConfig(StageConfig):
     run: str = setting("")
     """Name of the training run to show; the latest one where this is empty."""
     pictures: int = setting(6)
-    """Sample pictures for each reason and each duplicate cluster, about 5 kB each; the page stays below 10 MB."""
+    """Sample pictures for each reason and each duplicate cluster, about 5 kB each; 0 for none. The page stays below 10 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,3 +41,9 @@ class SqlConfig(StageConfig):
     """The query, in DuckDB's SQL. It reads only: the views are made in memory, over the files of the work folder."""
     limit: int = setting(1000)
     """Most rows to return; 0 returns all. What was left out is said."""
+
+
+def at_least(flag: str, value: int, least: int) -> None:
+    """Raise ConfigError, naming the flag, for a value below `least`."""
+    if value < least:
+        raise ConfigError(f"expected {flag} of at least {least}, found {value}")

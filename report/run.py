@@ -12,6 +12,7 @@ from core.errors import InputError
 from core.storage import Folder
 from core.work import package_version, read_settings
 from report import audit, gallery, html, runs
+from report.config import at_least
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -30,12 +31,14 @@ def run(config: ReportConfig) -> dict[str, Any]:
         InputError: the work folder holds nothing to report, or no run of the name asked for.
     """
     start = time.perf_counter()
+    at_least("--pictures", config.pictures, 0)
     folder = Folder(config.work)
     report = collect(folder, run_name=config.run, pictures=config.pictures)
     page = html.render(report).encode("utf-8", "replace")  # lone surrogates in captions have no UTF-8
     if len(page) > html.MAX_BYTES:
         log.warning("the report is %.1f MB; fewer --pictures make it smaller", len(page) / 1e6)
     folder.write(config.out, page)
+    catalog.write(folder)  # with the views of runs, whose files are younger than the data stages
     seconds = round(time.perf_counter() - start, 3)
     return {"report": folder.path(config.out), "bytes": len(page), "funnel": report["audit"].get("funnel", {}),
             "run": (report["run"] or {}).get("name"), "seconds": seconds}  # fmt: skip
@@ -59,8 +62,8 @@ def collect(folder: Folder, *, run_name: str = "", pictures: int = 6) -> dict[st
         "version": package_version(),
         "audit": page,
         "failures": gallery.failures(connection),
-        "dropped": gallery.dropped(connection, thumbnails, pictures),
-        "clusters": gallery.clusters(connection, thumbnails, largest, 2 * pictures),
+        "dropped": gallery.dropped(connection, thumbnails, pictures) if pictures else [],
+        "clusters": gallery.clusters(connection, thumbnails, largest, 2 * pictures) if pictures else [],
         "run": {**latest, "examples": examples} if latest else None,
         "settings": settings,
         "recipe": recipe(settings, str(folder)),

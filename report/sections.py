@@ -12,9 +12,9 @@ from report.markup import Child, Markup, tag
 
 REASONS = {
     "image_duplicate": "copy of a kept picture",
-    "caption_duplicate": "caption like a kept one",
+    "caption_duplicate": "caption like a kept one, on too many pictures",
     "pair_duplicate": "copy of a kept pair",
-    "caption_cap": "caption on too many pictures",
+    "caption_cap": "one caption too many of its picture",
     "holdout": "picture is held out for evaluation",
     "where": "the run's own rule (--where)",
 }

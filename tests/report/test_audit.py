@@ -137,3 +137,17 @@ def test_three_hundred_thousand_rows_take_seconds(tmp_path: Path) -> None:
     page = page_of(tmp_path)
     assert page["pairs"]["ok"] == n
     assert time.perf_counter() - start < 20
+
+
+def test_distinct_counts_are_exact_and_hosts_may_be_addresses(tmp_path: Path) -> None:
+    parts = tmp_path / "ingest" / "parts"
+    parts.mkdir(parents=True)
+    rows = [
+        {"uid": f"{i:032x}", "unit": "u000000", "row": i, "url": f"http://[::1]:80/{i % 1009}", "outcome": "ok",
+         "caption": f"words {i % 1013}"}
+        for i in range(1500)
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema.pair_schema()), parts / "u000000.parquet")
+    page = page_of(tmp_path)
+    assert (page["pairs"]["urls"], page["pairs"]["captions"]) == (1009, 1013)
+    assert [row["name"] for row in page["hosts"]] == ["[::1]"]

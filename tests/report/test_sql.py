@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from core.errors import InputError, UsageError
-from report import sql
-from report.config import SqlConfig
+from core import catalog
+from core.errors import ConfigError, DataError, InputError, UsageError
+from core.storage import Folder
+from report import audit, sql
+from report import run as report
+from report.config import AuditConfig, ReportConfig, SqlConfig
 from tests.report.folder import HOSTILE, make_work, uid
 
 
@@ -78,3 +81,58 @@ def test_the_table_shows_markup_as_text(work: Path) -> None:
             sql.render(ask(work, "SELECT caption, '[red]x' AS rich FROM pairs WHERE caption LIKE '<script>%'"))
         )
     assert HOSTILE in capture.get() and "[red]x" in capture.get()
+
+
+@pytest.mark.parametrize("name", ["set [1]", "a*b", "it's", "plain"])
+def test_a_folders_name_is_no_pattern(tmp_path: Path, name: str) -> None:
+    make_work(tmp_path / name)
+    make_work(tmp_path / "set 1", upto="ingest")
+    assert ask(tmp_path / name, "SELECT count(DISTINCT uid) FROM pairs JOIN decisions USING (uid)")["rows"] == [[60]]
+    catalog.write(Folder(tmp_path / name))
+    import duckdb
+
+    with duckdb.connect(str(tmp_path / name / "catalog.duckdb")) as connection:
+        assert connection.execute("SELECT count(*) FROM pairs").fetchall() == [(72,)]
+    bare = audit.run(AuditConfig(folder=str(tmp_path / name / "shards")))
+    assert bare["samples"]["samples"] > 0
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+@pytest.mark.parametrize("name", ["ingest/parts/u000000.parquet", "dedup/decisions.parquet", "shards/samples.parquet"])
+def test_a_file_that_is_no_whole_table_is_named(tmp_path: Path, name: str, keep: int) -> None:
+    work = make_work(tmp_path)
+    (work / name).write_bytes((work / name).read_bytes()[:keep])
+    for look in (
+        lambda: ask(work, "SELECT 1"),
+        lambda: audit.run(AuditConfig(work=str(work))),
+        lambda: report.run(ReportConfig(work=str(work))),
+    ):
+        with pytest.raises(DataError, match=Path(name).name):
+            look()
+
+
+def test_numbers_that_make_no_sense_are_refused(work: Path) -> None:
+    with pytest.raises(ConfigError, match="--limit"):
+        ask(work, "SELECT 1", limit=-1)
+    for top in (0, -1):
+        with pytest.raises(ConfigError, match="--top"):
+            audit.run(AuditConfig(work=str(work), top=top))
+    with pytest.raises(ConfigError, match="--pictures"):
+        report.run(ReportConfig(work=str(work), pictures=-1))
+
+
+def test_the_saved_catalogue_knows_every_view_after_a_report(tmp_path: Path) -> None:
+    import duckdb
+
+    work = make_work(tmp_path)
+    assert report.run(ReportConfig(work=str(work), pictures=0))["bytes"] > 0
+    with duckdb.connect(str(work / "catalog.duckdb"), read_only=True) as connection:
+        for view in ("pairs", "decisions", "samples", "steps", "evals"):
+            assert connection.execute(f"SELECT count(*) > 0 FROM {view}").fetchall() == [(True,)], view
+
+
+def test_a_catalogue_that_cannot_be_saved_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    work = make_work(tmp_path, upto="ingest")
+    (work / "catalog.duckdb").mkdir()
+    catalog.write(Folder(work))
+    assert "stays as it was" in caplog.text and not list(work.glob(".tmp-*"))
