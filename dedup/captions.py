@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
+from core import catalog
 from core.errors import InputError, nearest
 from core.storage import Folder, expand
 
@@ -69,7 +70,7 @@ def stage(folder: Folder, config: DedupConfig) -> str:
                 _write(folder, number, row, batch)
                 row += batch.num_rows
     except duckdb.Error as error:
-        raise InputError(f"{config.captions} cannot be read; DuckDB says: {error}") from error
+        raise InputError(f"{config.captions} cannot be read; DuckDB says: {catalog.says(error)}") from error
     if not row:
         raise InputError(f"expected captions in {config.captions}, found no rows")
     folder.write(f"{HOME}/whole", b"")

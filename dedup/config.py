@@ -30,14 +30,14 @@ class DedupConfig(StageConfig):
 
     captions: str = setting("")
     """A bare table of captions to deduplicate instead of the work folder's pairs: parquet, csv, tsv, jsonl, .gz, a
-    glob. Its column `uid`, if any, names the rows."""
+    glob. Its column `uid`, if any, names the rows; each caption is kept once."""
     caption_col: str = setting("caption")
     """Column of that table which holds the captions."""
     policy: Literal["image", "text", "both", "either"] = setting("both", stable=False)
     """What counts as a duplicate pair; the table above says what is kept."""
     threshold: float = setting(0.8, stable=False)
     """Jaccard similarity of word sets from which captions are near-duplicates, 0.3 to 1. 0.8 lets one word in ten
-    change; 1 wants the same words."""
+    change; 1 wants the same words, as captions of fewer than five words always do."""
     image_bits: int = setting(36, stable=False)
     """Largest distance in bits, of 256, between hashes of the same picture, 0 to 64. Recompression moves 4, a crop of 5 %
     of the area 22; different photographs lie above 64."""
@@ -84,3 +84,7 @@ class DedupConfig(StageConfig):
             raise ConfigError(f"--memory-gb: expected more than 0, found {self.memory_gb:g}")
         if self.captions and (self.where or self.preset or self.holdout):
             raise ConfigError("--where, --preset and --holdout read the pairs of a work folder; leave out --captions")
+        if self.captions and self.policy in ("image", "either"):
+            raise ConfigError(
+                f"--policy {self.policy} compares pictures, and --captions has none; leave out one of them"
+            )

@@ -74,20 +74,20 @@ def judge(connection: duckdb.DuckDBPyConnection, config: DedupConfig) -> Verdict
     for condition in conditions:
         _check(connection, condition, known)
     answers = _answers(connection, conditions)
-    for rule in rules:
-        if ":" in rule.reason and len(answers[rule.reason]) and answers[rule.reason].mask.all():
+    for rule, answer in zip(rules, answers, strict=False):
+        if ":" in rule.reason and len(answer) and answer.mask.all():
             raise InputError(_empty_column(rule, known))
-    decided = [np.asarray(answers[c.reason].filled(False), bool) for c in conditions]
+    decided = [np.asarray(answer.filled(False), bool) for answer in answers]
     return Verdicts(rules, decided[: len(rules)], decided[-1] if config.holdout else None)
 
 
-def _answers(connection: duckdb.DuckDBPyConnection, conditions: list[Rule]) -> dict[str, Any]:
-    """A masked array a condition; masked where SQL says NULL."""
+def _answers(connection: duckdb.DuckDBPyConnection, conditions: list[Rule]) -> list[Any]:
+    """A masked array a condition, in their order; masked where SQL says NULL."""
     chosen = ", ".join(f"CAST(({c.predicate}\n) AS BOOLEAN) AS c{i}" for i, c in enumerate(conditions))
     sql = f"""SELECT {", ".join(f"c{i}" for i in range(len(conditions)))} FROM (
         SELECT uid, unit, "row", {chosen} FROM pairs WHERE outcome = 'ok') ORDER BY uid, unit, "row" """
     found = catalog.query(connection, sql).fetchnumpy()
-    return {c.reason: np.ma.asarray(found[f"c{i}"]) for i, c in enumerate(conditions)}
+    return [np.ma.asarray(found[f"c{i}"]) for i in range(len(conditions))]
 
 
 def _check(connection: duckdb.DuckDBPyConnection, condition: Rule, known: list[str]) -> None:
@@ -101,7 +101,7 @@ def _check(connection: duckdb.DuckDBPyConnection, condition: Rule, known: list[s
         missing = _MISSING.search(str(error))
         if missing and ":" in condition.reason:
             raise InputError(_missing_column(where, missing["name"], known)) from error
-        raise UsageError(f"{where} is not a condition over pairs; DuckDB says: {error}") from error
+        raise UsageError(f"{where} is not a condition over pairs; DuckDB says: {catalog.says(error)}") from error
 
 
 def _missing_column(where: str, column: str, known: list[str]) -> str:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from core import catalog
-from core.errors import InputError
+from core.errors import ConfigError, InputError
 from core.runner import cores
 from core.schema import decision_schema
 from core.storage import Folder
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pairmill.dedup")
 I64 = npt.NDArray[np.int64]
 PARTS = "ingest/parts"
+DECISIONS, CLUSTERS = "dedup/decisions.parquet", "dedup/clusters.parquet"
 LARGEST = 5
 ALARM_SHARE, ALARM_PAIRS = 0.01, 100  # a cluster of captions this large is boilerplate more often than repetition
 
@@ -48,6 +49,7 @@ def run(config: DedupConfig) -> dict[str, Any]:
 
     Raises:
         InputError: nothing was ingested yet, a preset is unknown, or a column is missing.
+        ConfigError: a setting out of range, or too little memory for DuckDB.
         UsageError: a condition that DuckDB does not accept.
         DataError: a part cannot be read.
     """
@@ -62,22 +64,37 @@ def run(config: DedupConfig) -> dict[str, Any]:
         inputs = fingerprint(folder, f"{PARTS}/*.parquet")
     with open_stage(config, "dedup", home="dedup", inputs=inputs) as stage:
         settings = config.decides()
-        if stage.finished is not None and not config.dry_run and stage.finished.get("settings") == settings:
+        whole = stage.finished is not None and folder.exists(DECISIONS) and folder.exists(CLUSTERS)
+        if stage.finished and whole and not config.dry_run and stage.finished.get("settings") == settings:
             log.info("dedup: already decided with these settings")
             return stage.finished
-        parts = captions.stage(folder, config) if config.captions else PARTS
-        units = units_of(folder, parts)
-        with catalog.connect(folder, memory_gb=config.memory_gb) as connection:
-            connection.execute(f"SET threads = {config.workers or cores()}")
-            verdicts = None if config.captions else filters.judge(connection, config)
-            sign(folder, parts, units, by=config.minhash, workers=config.workers, engine=config.engine)
-            summary = _decide(connection, folder, parts, verdicts, config)
+        summary = _judged(folder, config)
         summary |= {"seconds": round(time.monotonic() - start, 3), "settings": settings}
         if config.dry_run:
             return summary
         finished = stage.finish(json.loads(json.dumps(summary)))
     catalog.write(folder)
     return finished
+
+
+def _judged(folder: Folder, config: DedupConfig) -> dict[str, Any]:
+    """Sign what is not signed yet, and decide."""
+    import duckdb
+
+    parts = captions.stage(folder, config) if config.captions else PARTS
+    units = units_of(folder, parts)
+    try:
+        with catalog.connect(
+            folder, memory_gb=config.memory_gb, views=() if config.captions else ("pairs",)
+        ) as connection:
+            connection.execute(f"SET threads = {config.workers or cores()}")
+            verdicts = None if config.captions else filters.judge(connection, config)
+            sign(folder, parts, units, by=config.minhash, workers=config.workers, engine=config.engine)
+            return _decide(connection, folder, parts, verdicts, config)
+    except duckdb.OutOfMemoryException as error:
+        raise ConfigError(
+            f"--memory-gb {config.memory_gb:g} is too little for DuckDB; raise it or lower --workers"
+        ) from error
 
 
 def _decide(
@@ -182,9 +199,9 @@ def _publish(
         evidence,
         similarity,
     ]
-    with folder.staged("dedup/clusters.parquet") as path:
+    with folder.staged(CLUSTERS) as path:
         pq.write_table(_cluster_table(uid, groups, decisions), path)
-    with folder.staged("dedup/decisions.parquet") as path:
+    with folder.staged(DECISIONS) as path:
         pq.write_table(pa.Table.from_arrays(columns, schema=decision_schema()), path, compression="zstd")
 
 
@@ -223,8 +240,8 @@ def _largest(
     top = np.argsort(-count, kind="stable")[:LARGEST]
     top = top[count[top] > 1]
     uids = pairs.table["uid"].take(pa.array(top)).to_pylist()
-    source = folder.path(f"{parts}/*.parquet").replace("'", "''")
-    texts = f"SELECT uid, min(caption) FROM read_parquet('{source}', union_by_name=true)"
+    source = catalog.literal(folder, f"{parts}/*.parquet")
+    texts = f"SELECT uid, min(caption) FROM read_parquet({source}, union_by_name=true)"
     text = dict(connection.execute(f"{texts} WHERE uid IN (SELECT unnest(?)) GROUP BY uid", [uids]).fetchall())
     return [{"pairs": int(count[t]), "caption": text.get(u), "uid": u} for t, u in zip(top, uids, strict=True)]
 

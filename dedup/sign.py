@@ -114,7 +114,7 @@ def _opened(folder: Folder, name: str) -> Iterator[pq.ParquetFile]:
 
 def _is_signed(unit: Unit, *, folder: Folder, by: str) -> bool:
     name = f"dedup/signatures/{unit.id}.parquet"
-    if not folder.exists(name):
+    if not (folder.exists(name) and folder.exists(f"dedup/sets/{unit.id}.parquet")):
         return False
     with _opened(folder, name) as file:
         metadata = file.schema_arrow.metadata or {}

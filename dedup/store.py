@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
+from core import catalog
 from core.storage import Folder
 from dedup import bands, match, phash
 from dedup.config import MOST_BITS
@@ -37,8 +38,8 @@ def load_pairs(connection: duckdb.DuckDBPyConnection, folder: Folder) -> tuple[P
 
     A row of the list that repeats another's uid says nothing new: the first stands for it.
     """
-    source = folder.path("dedup/signatures/*.parquet").replace("'", "''")
-    sql = f"""SELECT * FROM read_parquet('{source}') ORDER BY uid, unit, "row" """
+    source = catalog.literal(folder, "dedup/signatures/*.parquet")
+    sql = f"""SELECT * FROM read_parquet({source}) ORDER BY uid, unit, "row" """
     table: Any = connection.sql(sql).to_arrow_table()
     uid = table["uid"].combine_chunks()
     new = np.ones(len(uid), bool)

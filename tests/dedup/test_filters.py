@@ -152,3 +152,11 @@ def test_a_preset_without_its_column_says_who_makes_it(tmp_path: Path) -> None:
 def test_settings_out_of_range_are_named(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--" + next(iter(settings)).replace("_", "-")):
         decide(tmp_path, **settings)
+
+
+def test_rules_of_the_same_name_all_count(tmp_path: Path) -> None:
+    write_parts(tmp_path, [_row("small", width=300), _row("good"), _row("large", width=900)])
+    rules = tmp_path / "mine.sql"
+    rules.write_text("-- rule size: large enough\nwidth > 400;\n-- rule size: small enough\nwidth < 800;\n")
+    summary = decide(tmp_path, preset=(str(rules),))
+    assert kept(tmp_path) == {"good"} and summary["dropped"] == {"mine:size": 2}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.errors import DataError, InputError
+from core.errors import ConfigError, DataError, InputError
 from dedup.config import DedupConfig
 from dedup.keep import run
 from tests.dedup.parts import decide, decisions, hashes_of, pair, picture, write_parts
@@ -140,3 +141,35 @@ def test_datasketchs_signatures_lead_to_the_same_decisions(tmp_path: Path) -> No
     decide(tmp_path, policy="text", max_images_per_caption=1, threshold=0.85, minhash="datasketch")
     assert (tmp_path / "dedup" / "signatures" / "u000000.parquet").stat().st_mtime_ns != stamp
     assert decisions(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    "lost", ["decisions.parquet", "clusters.parquet", "sets/u000000.parquet", "signatures/u000000.parquet", "edges"]
+)
+def test_files_that_are_gone_are_made_again(tmp_path: Path, lost: str) -> None:
+    write_parts(tmp_path, _rows(200), sizes=[100])
+    decide(tmp_path, policy="text")
+    expected = decisions(tmp_path)
+    path = tmp_path / "dedup" / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if lost.endswith("s.parquet"):
+        decide(tmp_path, policy="text")
+    else:
+        decide(tmp_path, policy="text", threshold=0.6)
+        decide(tmp_path, policy="text")
+    assert decisions(tmp_path) == expected
+    assert (tmp_path / "dedup" / "clusters.parquet").exists()
+
+
+@pytest.mark.parametrize("where", ["", "width > 2"])
+def test_too_little_memory_is_said_so(tmp_path: Path, where: str) -> None:
+    write_parts(tmp_path, _rows(50))
+    with pytest.raises(ConfigError, match="--memory-gb"):
+        decide(tmp_path, where=where, memory_gb=1e-6)
+    assert decide(tmp_path, where=where)["pairs"] == 50
+
+
+@pytest.mark.parametrize("policy", ["image", "either"])
+def test_captions_alone_have_no_pictures_to_compare(tmp_path: Path, policy: str) -> None:
+    with pytest.raises(ConfigError, match=policy):
+        decide(tmp_path, captions="captions.csv", policy=policy)
