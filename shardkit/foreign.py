@@ -134,7 +134,7 @@ def _notes(file: IO[bytes], members: dict[str, Member]) -> dict[str, Any]:
 
 def _captions(file: IO[bytes], members: dict[str, Member], notes: dict[str, Any]) -> list[str]:
     for key in CAPTION_KEYS:
-        if isinstance(notes.get(key), list) and all(isinstance(c, str) for c in notes[key]):
+        if isinstance(notes.get(key), list) and notes[key] and all(isinstance(c, str) for c in notes[key]):
             return notes[key]
     if "txt" in members:
         return [_data(file, members["txt"]).decode(errors="replace")]

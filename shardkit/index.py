@@ -20,6 +20,11 @@ SAMPLES = "samples.parquet"
 FORMAT = 1
 
 
+def index_name(tar: str) -> str:
+    """Name of the index beside a tar."""
+    return f"{tar.removesuffix('.tar')}.idx"
+
+
 def dali_index(samples: Iterable[Sequence[Member]]) -> bytes:
     """The index of one tar from the members of each sample, in tar order."""
     lines = [" ".join(f"{split_name(m.name)[1]} {m.offset} {m.size} {m.name}" for m in members) for members in samples]

@@ -22,15 +22,15 @@ import pyarrow.parquet as pq
 import xxhash
 
 from core import catalog, images
-from core.errors import ConfigError, DataError, ImageError
+from core.errors import ConfigError, DataError, ImageError, InputError
 from core.plan import Unit
 from core.runner import run_units, tick
 from core.schema import sample_schema
 from core.storage import Folder
-from core.work import fingerprint, open_stage
+from core.work import fingerprint, open_stage, read_settings
 from shardkit.config import ShardConfig
-from shardkit.index import SAMPLES, SHARDS, Shard, ShardList, dali_index
-from shardkit.plan import PLANS, write_plans
+from shardkit.index import SAMPLES, SHARDS, Shard, ShardList, dali_index, index_name, read_shard_list
+from shardkit.plan import PLANS, VIEWS, write_plans
 from shardkit.ranges import RangeReader
 from shardkit.tar import Member, TarWriter
 
@@ -48,22 +48,25 @@ def run(config: ShardConfig) -> dict[str, Any]:
     Returns: samples, shards, bytes, seconds, and captions, copied, resized, left_out, holdout.
 
     Raises:
-        InputError: ingest or dedup did not run yet, or nothing was kept.
+        InputError: ingest or dedup did not run yet, the pairs have changed since dedup ran, or nothing was kept.
         ConfigError: a setting out of range, or fewer samples than ranks.
         DataError: staged images are gone or shorter than their index says.
     """
     started = time.perf_counter()
     _check(config)
     folder = Folder(config.work)
-    with catalog.connect(folder) as connection:
-        for view in ("pairs", "decisions"):
+    with catalog.connect(folder, views=VIEWS) as connection:
+        for view in VIEWS:
             catalog.require(connection, view)
-    inputs = fingerprint(folder, "dedup/decisions.parquet", "ingest/parts/*.parquet")
+    inputs = _inputs(folder)
     with open_stage(config, "shard", home="shards", inputs=inputs) as stage:
         if stage.finished is not None:
-            log.info("shard: already done in %s", folder)
             _tidy(folder)
-            return stage.finished
+            if _whole(folder, stage.finished):
+                log.info("shard: already done in %s", folder)
+                return stage.finished
+            log.warning("shard: some of its files are gone from %s, so it runs again", folder)
+            folder.remove("shards/done.json")
         if not folder.exists(PLANS["shards"]):
             folder.remove("holdout")  # it belongs to this stage, though it lies outside its home
             write_plans(folder, config)
@@ -73,6 +76,28 @@ def run(config: ShardConfig) -> dict[str, Any]:
         stage.finish({**summary, "seconds": round(time.perf_counter() - started, 3)})
         _tidy(folder)
     return {**summary, "seconds": round(time.perf_counter() - started, 3)}
+
+
+def _inputs(folder: Folder) -> str:
+    """Fingerprint of pairs and decisions, which must be decisions over these pairs."""
+    pairs = fingerprint(folder, "ingest/parts/*.parquet")
+    decided = read_settings(folder).get("dedup", {}).get("inputs", pairs)
+    if decided != pairs:
+        raise InputError(f"the pairs in {folder} are not those that dedup decided on; run `pairmill dedup` again first")
+    return fingerprint(folder, "dedup/decisions.parquet") + pairs
+
+
+def _whole(folder: Folder, summary: dict[str, Any]) -> bool:
+    """Whether every file that a finished run published is still there."""
+    for home in ("shards", "holdout") if summary["holdout"]["samples"] else ("shards",):
+        if not folder.exists(f"{home}/{SHARDS}"):
+            return False
+        listed = read_shard_list(folder / home)
+        there = set((folder / home).list("*")) | {f"ranks/{name}" for name in (folder / home / "ranks").list("*")}
+        wanted = {SAMPLES} | {index_name(s.name) for s in listed.shards} | {s.name for s in listed.shards}
+        if not wanted | {rank["list"] for rank in listed.ranks} <= there:
+            return False
+    return True
 
 
 def render(summary: dict[str, Any]) -> RenderableType:
@@ -121,10 +146,10 @@ def _pack(folder: Folder, home: str, config: ShardConfig) -> dict[str, Any]:
     units = [
         Unit(f"{i:0{digits}d}", start, start + n) for i, (start, n) in enumerate(zip(starts[:-1], sizes, strict=True))
     ]
-    finished = set(folder.list(f"{home}/parts/*.parquet"))
+    there = {*folder.list(f"{home}/parts/*.parquet"), *folder.list(f"{home}/*")}
     task = PackShard(folder, home, config.size, config.quality)
     running = run_units(
-        units, task, done=lambda unit: _part(home, unit) in finished, workers=config.workers, engine=config.engine,
+        units, task, done=lambda unit: _files(home, unit) <= there, workers=config.workers, engine=config.engine,
         label=f"shard ({home})", unit_of_progress="images",
     )  # fmt: skip
     for _ in running:
@@ -134,6 +159,11 @@ def _pack(folder: Folder, home: str, config: ShardConfig) -> dict[str, Any]:
 
 def _part(home: str, unit: Unit) -> str:
     return f"{home}/parts/{unit.id}.parquet"
+
+
+def _files(home: str, unit: Unit) -> set[str]:
+    """What a finished shard consists of."""
+    return {f"{home}/{unit.id}.tar", f"{home}/{unit.id}.idx", _part(home, unit)}
 
 
 # ---- one shard --------------------------------------------------------------------------------------------------------
@@ -244,7 +274,9 @@ def _add_sample(writer: TarWriter, tar: str, row: dict[str, Any], image: Fitted,
         "uid": row["uid"], "uids": row["uids"], "url": row["url"], "captions": row["captions"], "width": image.width,
         "height": image.height, "sha256": sha256, "image_group": row["image_group"],
     }  # fmt: skip
-    notes = ours | {name: value for name, value in json.loads(row["source"]).items() if name not in ours}
+    # null for a NaN, which DuckDB and Python write and few other readers of JSON take
+    source = json.loads(row["source"], parse_constant=lambda _: None)
+    notes = ours | {name: value for name, value in source.items() if name not in ours}
     jpg = writer.add(f"{key}.jpg", image.data)
     txt = writer.add(f"{key}.txt", row["captions"][0].encode())
     described = writer.add(f"{key}.json", json.dumps(notes, ensure_ascii=False, separators=(",", ":")).encode())

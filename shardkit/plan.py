@@ -50,6 +50,7 @@ WHERE holdout = {holdout} {only}
 ORDER BY md5_number({seed} || ':' || p.first_uid), p.first_uid, r.unit, r."row"
 """
 
+VIEWS = ("pairs", "decisions")
 PLANS = {"shards": "shards/plan.parquet", "holdout": "shards/plan-holdout.parquet"}
 
 
@@ -60,9 +61,7 @@ def write_plans(folder: Folder, config: ShardConfig) -> None:
         InputError: nothing was kept, or no kept pair has a staged image.
         ConfigError: fewer samples than ranks.
     """
-    with catalog.connect(folder) as connection:
-        for view in ("pairs", "decisions"):
-            catalog.require(connection, view)
+    with catalog.connect(folder, views=VIEWS) as connection:
         connection.execute(_ROWS.format(source=_source_columns(connection)))
         connection.execute(_PICTURES)
         samples = {
@@ -75,9 +74,13 @@ def write_plans(folder: Folder, config: ShardConfig) -> None:
                 f"expected kept pairs with images in {folder}, found {kept} kept pairs to train on and no image of theirs; "
                 'see what was dropped: pairmill sql "SELECT reason, count(*) FROM decisions GROUP BY reason"'
             )
-        for home, count in samples.items():
-            sizes = shard_sizes(count, config.samples_per_shard, config.ranks if home == "shards" else 0)
-            _write_plan(connection, folder, home, sizes, config)
+        most = config.samples_per_shard
+        sizes = {
+            "holdout": shard_sizes(samples["holdout"], most),
+            "shards": shard_sizes(samples["shards"], most, config.ranks),
+        }
+        for home in sizes:
+            _write_plan(connection, folder, home, sizes[home], config)
 
 
 def shard_sizes(samples: int, most: int, ranks: int = 0) -> list[int]:

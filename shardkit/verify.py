@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from core import images
@@ -18,7 +19,7 @@ from core.plan import Unit
 from core.runner import run_units, tick
 from core.storage import Folder
 from shardkit.config import VerifyConfig
-from shardkit.index import SAMPLES, SHARDS, Shard, read_dali_index, read_shard_list
+from shardkit.index import SAMPLES, SHARDS, Shard, index_name, read_dali_index, read_shard_list
 from shardkit.tar import Member, scan_file
 
 if TYPE_CHECKING:
@@ -119,7 +120,10 @@ class VerifyShard:
         shard = _shards(self.folder.url)[int(unit.id)]
         if not self.folder.exists(shard.name):
             return [_bad(shard.name, "is missing")]
-        rows = self._rows(shard)
+        try:
+            rows = self._rows(shard)
+        except (pa.ArrowException, OSError) as error:
+            return [_bad(shard.name, f"its rows of {SAMPLES} cannot be read: {error}")]
         found = [*self._index(shard, rows)]
         if len(rows) != shard.samples:
             found.append(_bad(shard.name, f"{SAMPLES} lists {len(rows)} samples, {SHARDS} {shard.samples}"))
@@ -144,7 +148,7 @@ class VerifyShard:
             return pq.read_table(file, columns=_COLUMNS, filters=[("shard", "=", shard.name)]).to_pylist()
 
     def _index(self, shard: Shard, rows: list[dict[str, Any]]) -> Iterator[Bad]:
-        name = f"{shard.name.removesuffix('.tar')}.idx"
+        name = index_name(shard.name)
         if not self.folder.exists(name):
             yield _bad(name, "is missing")
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ import pytest
 from core.errors import ConfigError, DataError, InputError, WorkFolderError
 from core.images import decode, read_header
 from core.schema import sample_schema
+from core.storage import Folder
+from core.work import fingerprint
 from shardkit.config import ShardConfig
 from shardkit.index import Shard, read_dali_index
 from shardkit.pack import rank_lists, run, sample_key
@@ -141,6 +144,42 @@ def test_a_finished_stage_is_not_done_again_and_a_changed_input_is(tmp_path: Pat
     assert not (tmp_path / "holdout").exists()
 
 
+@pytest.mark.parametrize(
+    "lost", ["shards/00001.tar", "shards/00000.idx", "shards/samples.parquet", "shards/shards.json", "shards/ranks",
+             "holdout/00000.tar", "holdout"],
+)  # fmt: skip
+def test_files_that_are_gone_are_written_again(packed: tuple[World, dict[str, Any]], tmp_path: Path, lost: str) -> None:
+    work = tmp_path / "work"
+    shutil.copytree(packed[0].work, work)
+    before = contents(work / "shards"), contents(work / "holdout")
+    path = work / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shard(work, ranks=2)
+    assert (contents(work / "shards"), contents(work / "holdout")) == before
+
+
+def test_decisions_over_other_pairs_are_refused(tmp_path: Path) -> None:
+    world = small_world(tmp_path)
+    world.write()
+    dedup = world.work / "dedup/decisions.parquet"
+    settings = world.work / "pairmill.toml"
+    settings.write_text(f'[dedup]\ninputs = "{fingerprint(Folder(world.work), "ingest/parts/*.parquet")}"\n')
+    shard(world.work)
+    decided = dedup.read_bytes()
+    world.add(99, ["a picture that came later"])
+    world.write()
+    dedup.write_bytes(decided)
+    with pytest.raises(InputError, match="pairmill dedup"):
+        shard(world.work)
+
+
+def test_a_refused_command_binds_nobody_to_its_settings(tmp_path: Path) -> None:
+    work = small_world(tmp_path).write()
+    with pytest.raises(ConfigError, match="lower --ranks"):
+        shard(work, ranks=64)
+    assert shard(work, ranks=2)["samples"] == 46
+
+
 def test_only_the_first_caption_where_asked(tmp_path: Path) -> None:
     small_world(tmp_path).write()
     assert shard(tmp_path, captions="first")["captions"] == 46
@@ -178,6 +217,21 @@ def test_large_pictures_are_resized_and_broken_ones_left_out(tmp_path: Path) -> 
     left_out = [json.loads(line) for line in (tmp_path / "shards/left_out.jsonl").read_text().splitlines()]
     assert broken[0] in {row["uid"] for row in left_out}
     assert any(row["reason"].startswith("truncated") for row in left_out)
+
+
+def test_a_key_json_is_json_whatever_the_source_holds(tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    world = World(tmp_path)
+    for number, value in enumerate((float("nan"), float("inf"), -float("inf"), 0.25)):
+        world.add(number, [f"picture {number}"])
+        world.pairs[-1]["similarity"] = value
+    shard(world.write())
+    found = [
+        json.loads(data, parse_constant=refuse) for name, data in members(tmp_path).items() if name.endswith("json")
+    ]
+    assert sorted(str(notes["similarity"]) for notes in found) == ["0.25", "None", "None", "None"]
 
 
 def test_keys_have_no_dots_spaces_or_slashes() -> None:

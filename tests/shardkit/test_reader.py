@@ -186,13 +186,15 @@ def test_foreign_tars_without_json_and_with_other_extensions(tmp_path: Path) -> 
         for name, data in (
             ("./a.b/k1.png", b"png"), ("./a.b/k1.txt", b"one"), ("k2.webp", b"webp"), ("k2.json", b'{"caption": "two"}'),
             ("k3.jpg", b"no caption"), ("k4.txt", b"no picture"), ("k5.JPG", b"jpg"), ("k5.txt", "fünf".encode()),
-            ("k6.jpg", b"bad json"), ("k6.json", b"{"),
+            ("k6.jpg", b"bad json"), ("k6.json", b"{"), ("k7.jpg", b"no list"), ("k7.json", b'{"captions": []}'),
+            ("k7.txt", b"seven"),
         ):  # fmt: skip
             (tmp_path / "member").write_bytes(data)
             tar.add(tmp_path / "member", name)
-    samples = ShardSet.open(tmp_path).read(np.arange(3))
+    samples = ShardSet.open(tmp_path).read(np.arange(4))
     assert [(s.data, s.captions, s.key) for s in samples] == [
         (b"png", ["one"], "./a.b/k1"), (b"webp", ["two"], "k2"), (b"jpg", ["fünf"], "k5"),
+        (b"no list", ["seven"], "k7"),
     ]  # fmt: skip
 
 

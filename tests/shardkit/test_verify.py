@@ -123,3 +123,14 @@ def test_workers_do_not_change_what_is_found(work: Path) -> None:
 def test_without_shards_the_verb_to_run_first_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="run `pairmill shard` first"):
         verify(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 200])
+def test_samples_that_cannot_be_read_are_bad_and_no_crash(work: Path, keep: int) -> None:
+    path = work / "shards/samples.parquet"
+    path.write_bytes(path.read_bytes()[:keep])
+    found = verify(work)
+    assert found["exit_code"] == 5 and {one["shard"] for one in found["bad"]} == {
+        f"shards/{i:05d}.tar" for i in range(4)
+    }
+    assert all("samples.parquet" in one["reason"] for one in found["bad"])
