@@ -14,6 +14,7 @@ import io
 import itertools
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -34,7 +35,8 @@ _SNIFF_BYTES = 1 << 20
 class ListSource:
     """A list about to be read. `url`, `caption`, `uid` are names of its columns; caption and uid may be missing.
 
-    `text` says that all columns are text. `refused` counts lines that are no rows, known once all is read.
+    `text` says that all columns are text. `refused` counts lines that are no rows, known once all is read. Names of the
+    columns are unique and not empty, whatever the list calls them.
     """
 
     files: list[str]
@@ -73,11 +75,45 @@ def open_list(files: list[str], url_col: str, caption_col: str) -> ListSource:
         return source
     positions = url_col.isdigit()
     names = _column_names(form, files[0], positions)
-    source = ListSource(files, _find(url_col, names, files[0], "--url-col"), None, text=form != "parquet")
-    source.caption = _find(caption_col, names, files[0], "--caption-col")
-    source.uid = next((n for n in names if n.lower() == "uid" and n not in (source.url, source.caption)), None)
-    source._batches = _in_order(source, form, names, positions)
+    labels = _labels(names)
+    source = ListSource(files, _find(url_col, labels, files[0], "--url-col"), None, text=form != "parquet")
+    source.caption = _find(caption_col, labels, files[0], "--caption-col")
+    source.uid = next((n for n in labels if n.lower() == "uid" and n not in (source.url, source.caption)), None)
+    source._batches = _labelled(_in_order(source, form, names, positions), labels)
     return source
+
+
+def _labels(names: list[str]) -> list[str]:
+    """`names`, each of them once and none empty: pandas writes an index without a name, and JSON allows any key."""
+    labels: list[str] = []
+    for place, name in enumerate(names):
+        label = wanted = _sound(name) or f"column_{place}"
+        number = 1
+        while label in labels:
+            number += 1
+            label = f"{wanted}_{number}"
+        labels.append(label)
+    return labels
+
+
+def _labelled(batches: Iterator[list[pa.Array]], labels: list[str]) -> Iterator[pa.RecordBatch]:
+    """Batches of one schema, that of the first one; files of one list may differ in the types of their columns.
+
+    Raises:
+        InputError: a value that the type of the first batch cannot hold.
+    """
+    import pyarrow as pa
+
+    schema: pa.Schema | None = None
+    for columns in batches:
+        if schema is None:
+            schema = pa.schema(list(zip(labels, (c.type for c in columns), strict=True)))
+        try:
+            yield pa.record_batch([c.cast(f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
+        except pa.ArrowInvalid as error:
+            raise InputError(
+                f"the files of the list differ in the type of a column: {error}; make them equal"
+            ) from error
 
 
 def _form(name: str) -> str:
@@ -129,7 +165,16 @@ def _readable(name: str) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, gzip.BadGzipFile, EOFError, zstandard.ZstdError, json.JSONDecodeError) as error:
+    except (
+        pa.ArrowException,
+        OSError,
+        EOFError,
+        zstandard.ZstdError,
+        zlib.error,
+        csv.Error,
+        ValueError,
+        RecursionError,
+    ) as error:
         words = " ".join(str(error).split())[:300]
         raise InputError(f"{name} cannot be read as its ending says: {words}; repair it or rename it") from error
 
@@ -150,17 +195,22 @@ def _column_names(form: str, name: str, positions: bool) -> list[str]:
             return list(names)
         with _opened(name) as file:
             head = _text(file.read(_SNIFF_BYTES)).removeprefix("\ufeff")
-        row = next(csv.reader(io.StringIO(head, newline=""), **_dialect(form, head)), None)
+        row, _ = _first_row(head, _dialect(form, head))
         if not row:
             raise InputError(f"expected a list of URLs in {name}, found an empty file")
         return [str(i) for i in range(len(row))] if positions else row
 
 
-def _in_order(source: ListSource, form: str, names: list[str], positions: bool) -> Iterator[pa.RecordBatch]:
+def _in_order(source: ListSource, form: str, names: list[str], positions: bool) -> Iterator[list[pa.Array]]:
+    """The columns `names` of all files, batch by batch.
+
+    Raises:
+        InputError: a file that cannot be read, or has other columns than the first.
+    """
     for name in source.files:
         with _readable(name):
             if form == "parquet":
-                yield from _parquet(name, source)
+                yield from _parquet(name, names, source)
             elif form in ("json", "jsonl"):
                 yield from _json(form, name, names, source)
             else:
@@ -202,6 +252,14 @@ def _dialect(form: str, head: str) -> dict[str, Any]:
     return {"delimiter": "\t", **({"quotechar": '"'} if _is_quoted(head) else {"quoting": csv.QUOTE_NONE})}
 
 
+def _first_row(head: str, dialect: dict[str, Any]) -> tuple[list[str], int]:
+    """The first row with anything in it, and the number of rows up to and with it."""
+    for number, row in enumerate(csv.reader(io.StringIO(head, newline=""), **dialect), 1):
+        if row:
+            return row, number
+    return [], 0
+
+
 def _is_quoted(head: str) -> bool:
     """Whether a tab-separated text quotes its fields.
 
@@ -221,13 +279,16 @@ def _is_quoted(head: str) -> bool:
     return bool(quoted) and all(re.fullmatch(r'"(?:[^"]|"")*"', f) for f in quoted)
 
 
-def _delimited(form: str, name: str, names: list[str], positions: bool, source: ListSource) -> Iterator[pa.RecordBatch]:
+def _delimited(form: str, name: str, names: list[str], positions: bool, source: ListSource) -> Iterator[list[pa.Array]]:
     """Rows of a csv or tsv; a line with another number of fields is refused."""
     import pyarrow as pa
     from pyarrow import csv as arrow_csv
 
     with _opened(name) as file:
-        dialect = _dialect(form, _text(file.read(_SNIFF_BYTES)))
+        head = _text(file.read(_SNIFF_BYTES))
+        dialect = _dialect(form, head)
+    skipped = 0 if positions else _first_row(head, dialect)[1]
+    columns = [str(i) for i in range(len(names))]
     quote: Any = dialect.get("quotechar", False)
 
     def refuse(_: Any) -> str:
@@ -237,15 +298,15 @@ def _delimited(form: str, name: str, names: list[str], positions: bool, source: 
     with _opened(name) as file:
         reader = arrow_csv.open_csv(
             pa.PythonFile(file, mode="r"),
-            arrow_csv.ReadOptions(use_threads=False, column_names=names, skip_rows=0 if positions else 1, block_size=1 << 22),
+            arrow_csv.ReadOptions(use_threads=False, column_names=columns, skip_rows_after_names=skipped, block_size=1 << 22),
             arrow_csv.ParseOptions(
                 delimiter=dialect["delimiter"], quote_char=quote, newlines_in_values=bool(quote), invalid_row_handler=refuse
             ),
-            arrow_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.binary()), strings_can_be_null=False),
+            arrow_csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.binary()), strings_can_be_null=False),
         )  # fmt: skip
         for batch in reader:
             if batch.num_rows:
-                yield pa.record_batch([_strings(column) for column in batch.columns], names=names)
+                yield [_strings(column) for column in batch.columns]
 
 
 def _strings(column: Any) -> Any:
@@ -273,21 +334,20 @@ def _records(form: str, name: str) -> Iterator[dict[str, Any] | None]:
             if line.strip():
                 try:
                     record = json.loads(_text(line).removeprefix("\ufeff"))
-                except json.JSONDecodeError:
+                except (json.JSONDecodeError, RecursionError):
                     record = None
                 yield record if isinstance(record, dict) else None
 
 
-def _json(form: str, name: str, names: list[str], source: ListSource) -> Iterator[pa.RecordBatch]:
+def _json(form: str, name: str, names: list[str], source: ListSource) -> Iterator[list[pa.Array]]:
     import pyarrow as pa
 
     records = _records(form, name)
     while chunk := list(itertools.islice(records, BATCH_ROWS)):
         rows = [r for r in chunk if r is not None]
         source.refused += len(chunk) - len(rows)
-        columns = [pa.array([_plain(r.get(n)) for r in rows], pa.string()) for n in names]
         if rows:
-            yield pa.record_batch(columns, names=names)
+            yield [pa.array([_plain(r.get(n)) for r in rows], pa.string()) for n in names]
 
 
 def _plain(value: Any) -> str | None:
@@ -299,17 +359,17 @@ def _plain(value: Any) -> str | None:
 # ---- parquet -----------------------------------------------------------------------------------------------------------
 
 
-def _parquet(name: str, source: ListSource) -> Iterator[pa.RecordBatch]:
-    import pyarrow as pa
+def _parquet(name: str, names: list[str], source: ListSource) -> Iterator[list[pa.Array]]:
     import pyarrow.parquet as pq
 
     with Folder("/").open(name) as file, pq.ParquetFile(file) as parquet:
-        if source.url not in parquet.schema_arrow.names:
-            raise InputError(f"expected the columns of {source.files[0]} in {name}, found others")
-        schema = pa.schema([pa.field(f.name, _simple(f.type)) for f in parquet.schema_arrow])
+        found = list(parquet.schema_arrow.names)
+        if sorted(found) != sorted(names):
+            raise InputError(f"expected the columns of {source.files[0]} in {name}, found {', '.join(found)}")
+        # by place where the order is the same, because names may repeat
+        places = list(range(len(names))) if found == names else [found.index(n) for n in names]
         for batch in parquet.iter_batches(BATCH_ROWS, use_threads=False):
-            columns = [_simplified(c, f.type) for c, f in zip(batch.columns, schema, strict=True)]
-            yield pa.record_batch(columns, schema=schema)
+            yield [_simplified(batch.column(place)) for place in places]
 
 
 def _simple(kind: pa.DataType) -> pa.DataType:
@@ -320,16 +380,29 @@ def _simple(kind: pa.DataType) -> pa.DataType:
         return _simple(kind.value_type)
     if pa.types.is_decimal(kind):
         return pa.float64()
-    keeps = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_temporal)
+    if pa.types.is_float16(kind):
+        return pa.float32()  # DuckDB has no half precision
+    keeps = (
+        pa.types.is_integer,
+        pa.types.is_floating,
+        pa.types.is_boolean,
+        pa.types.is_timestamp,
+        pa.types.is_date,
+        pa.types.is_time,
+    )
     return kind if any(is_kind(kind) for is_kind in keeps) else pa.string()
 
 
-def _simplified(column: Any, kind: pa.DataType) -> Any:
+def _simplified(column: Any) -> Any:
     import pyarrow as pa
 
+    kind = _simple(column.type)
     if column.type == kind:
         return column
-    if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
+    if any(
+        is_kind(column.type)
+        for is_kind in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
+    ):
         return pa.array([None if v is None else _text(v) for v in column.to_pylist()], kind)
     try:
         return column.cast(kind)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -94,28 +95,46 @@ def source_fields(schema: pa.Schema) -> list[pa.Field[Any]]:
 
 def _load(connection: duckdb.DuckDBPyConnection, source: listfiles.ListSource, *, guess_types: bool) -> None:
     """The list as table `list`: row, url, caption_raw, source_uid where there is one, and the source's own columns."""
+    import duckdb
     import pyarrow as pa
 
     first, batches = source.start()
-    names = _own_names(first.schema, source)
-    columns = [f"{_quoted(source.url)} AS url", f"{_caption(source)} AS caption_raw"]
-    columns.append(f"{_quoted(source.uid) if source.uid else 'NULL'}::VARCHAR AS source_uid")
-    for name, own in names.items():
+    # by place, because DuckDB would take "URL" for "url"
+    places = {name: f"c{place}" for place, name in enumerate(first.schema.names)}
+    columns = [f"{places[source.url]}::VARCHAR AS url", f"{_text(places, source.caption)} AS caption_raw"]
+    columns.append(f"nullif({_text(places, source.uid)}, '') AS source_uid")
+    for name, own in _own_names(first.schema, source).items():
         kind = _kind(first.column(name)) if guess_types and source.text else ""
-        columns.append(
-            f"{f'CAST(nullif({_quoted(name)}, $$$$) AS {kind})' if kind else _quoted(name)} AS {_quoted(own)}"
-        )
-    reader = pa.RecordBatchReader.from_batches(first.schema, batches)
+        columns.append(f"{f'CAST(nullif({places[name]}, $$$$) AS {kind})' if kind else places[name]} AS {_quoted(own)}")
+    problems: list[InputError] = []
+    reader = pa.RecordBatchReader.from_batches(
+        first.rename_columns(list(places.values())).schema,
+        (batch.rename_columns(list(places.values())) for batch in _noting(batches, problems)),
+    )
     connection.execute("DROP TABLE IF EXISTS list")
     connection.register("incoming", reader)
-    connection.execute(
-        f"CREATE TABLE list AS SELECT row_number() OVER () - 1 AS row, {', '.join(columns)} FROM incoming"
-    )
+    try:
+        connection.execute(
+            f"CREATE TABLE list AS SELECT row_number() OVER () - 1 AS row, {', '.join(columns)} FROM incoming"
+        )
+    except duckdb.Error:
+        if problems:
+            raise problems[0] from None
+        raise
     connection.unregister("incoming")
 
 
-def _caption(source: listfiles.ListSource) -> str:
-    return f"{_quoted(source.caption)}::VARCHAR" if source.caption else "NULL::VARCHAR"
+def _noting(batches: Iterator[pa.RecordBatch], problems: list[InputError]) -> Iterator[pa.RecordBatch]:
+    """`batches`; what is wrong with the list is also added to `problems`, since DuckDB wraps it into an error of its own."""
+    try:
+        yield from batches
+    except InputError as error:
+        problems.append(error)
+        raise
+
+
+def _text(places: dict[str, str], name: str | None) -> str:
+    return f"{places[name] if name else 'NULL'}::VARCHAR"
 
 
 def _own_names(schema: pa.Schema, source: listfiles.ListSource) -> dict[str, str]:
@@ -159,7 +178,8 @@ def _publish(connection: duckdb.DuckDBPyConnection, folder: Folder, units: int, 
 
     # md5, because DuckDB's own hash may change between its versions
     reader = connection.sql(
-        f"SELECT (md5_number_lower(coalesce(url, '')) % {units})::BIGINT AS unit, * FROM list ORDER BY unit, row"
+        f"SELECT (md5_number_lower(coalesce(url, '')) % {units})::BIGINT AS unit, *, CASE WHEN source_uid IS NULL THEN 1 "
+        "ELSE row_number() OVER (PARTITION BY source_uid ORDER BY row) END AS repeat FROM list ORDER BY unit, row"
     ).to_arrow_reader(100_000)
     tables = (_identified(table).replace_schema_metadata(metadata) for table in _units(reader))
     with folder.staged(PLAN) as path:
@@ -190,19 +210,25 @@ def _units(reader: pa.RecordBatchReader) -> Iterator[pa.Table]:
 
 
 def _identified(table: pa.Table) -> pa.Table:
-    """One unit with its uids: the source's own, else a hash of URL and raw caption; a repeated one is hashed again."""
+    """One unit with its uids: the source's own, else a hash of URL and raw caption; a repeated one is hashed again.
+
+    Rows of one URL share a unit, so their hashes repeat within it; the source's own may repeat anywhere in the list.
+    """
     import pyarrow as pa
 
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     uids = []
-    columns = (table[name].to_pylist() for name in ("url", "caption_raw", "source_uid"))
-    for url, caption, own in zip(*columns, strict=True):
-        if own is None or not UID.fullmatch(own):
-            own = hashed(f"{url or ''}\x00{caption or ''}" if own is None else own)
-        count = seen[own] = seen.get(own, 0) + 1
-        uids.append(own if count == 1 else hashed(f"{own}\x00{count}"))
+    columns = (table[name].to_pylist() for name in ("url", "caption_raw", "source_uid", "repeat"))
+    for url, caption, own, repeat in zip(*columns, strict=True):
+        if own is None:
+            uid = hashed(f"{url or ''}\x00{caption or ''}")
+            seen[uid] += 1
+            repeat = seen[uid]
+        else:
+            uid = own if UID.fullmatch(own) else hashed(own)
+        uids.append(uid if repeat == 1 else hashed(f"{uid}\x00{repeat}"))
     table = table.add_column(2, "uid", pa.array(uids, pa.string()))
-    return table.drop_columns(["unit", "source_uid"])
+    return table.drop_columns(["unit", "source_uid", "repeat"])
 
 
 def hashed(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 import os
 import re
@@ -129,6 +130,91 @@ def test_uids_are_unique_and_fit_file_names(tmp_path: Path) -> None:
     uids = plan(tmp_path, write_csv(tmp_path / "list.csv", rows))["uid"].to_pylist()
     assert uids[0] == "same" and len(set(uids)) == 5
     assert all(re.fullmatch(r"[A-Za-z0-9_-]{1,64}", uid) for uid in uids)
+
+
+@pytest.mark.parametrize("uid", ["user-7", "a/b", ""])
+def test_a_uid_column_that_names_no_row_still_gives_every_row_its_own(tmp_path: Path, uid: str) -> None:
+    rows = [{"url": f"http://a.test/{i}", "caption": "x", "uid": uid} for i in range(40)]
+    table = plan(tmp_path, write_csv(tmp_path / "list.csv", rows), unit_urls=5)
+    assert len(set(table["uid"].to_pylist())) == 40
+
+
+@pytest.mark.parametrize(
+    ("header", "own"),
+    [
+        (",url,caption", ["column_0"]), ("k,url,caption,k", ["k", "k_2"]), ("URL,url,caption", ["source_URL"]),
+        ("Tag,url,caption,tag", ["Tag", "source_tag"]), ("url,url,caption", ["url_2"]),
+        (",url,caption,", ["column_0", "column_3"]),
+        ('"a\nb",url,caption', ["a\nb"]), ("\n\nk,url,caption", ["k"]),
+    ],
+)  # fmt: skip
+def test_names_without_a_meaning_or_used_twice_lose_nothing(tmp_path: Path, header: str, own: list[str]) -> None:
+    path = tmp_path / "list.csv"
+    names = next(filter(None, csv.reader(io.StringIO(header))))
+    cells = [{"url": "http://a.test/1", "caption": "x"}.get(name, f"cell {i}") for i, name in enumerate(names)]
+    if names.count("url") == 2:
+        cells[1] = "cell 1"
+    path.write_text(f"{header}\n{','.join(cells)}\n")
+    table = plan(tmp_path, path)
+    assert table["url"].to_pylist() == ["http://a.test/1"] and table["caption_raw"].to_pylist() == ["x"]
+    assert table.schema.names[4:] == own
+    assert [table[name][0].as_py() for name in own] == [cell for cell in cells if cell.startswith("cell")]
+
+
+def test_parquet_files_in_other_order_and_of_other_types_are_one_list(tmp_path: Path) -> None:
+    first = pa.table({"url": ["http://a.test/1"], "caption": ["x"], "n": [1], "note": pa.nulls(1)})
+    second = pa.table(
+        {"note": ["hm"], "n": [2.0], "caption": pa.array(["y"], pa.large_string()), "url": ["http://a.test/2"]}
+    )
+    pq.write_table(first, tmp_path / "1.parquet")
+    pq.write_table(second, tmp_path / "2.parquet")
+    rows = plan(tmp_path, tmp_path / "*.parquet").drop_columns(["row", "uid"]).to_pylist()
+    assert rows == [
+        {"url": "http://a.test/1", "caption_raw": "x", "n": 1, "note": None},
+        {"url": "http://a.test/2", "caption_raw": "y", "n": 2, "note": "hm"},
+    ]
+
+
+def test_parquet_columns_of_any_type_are_carried(tmp_path: Path) -> None:
+    columns = {
+        "url": pa.array([1]), "caption": pa.array(["x"]), "half": pa.array([0.5], pa.float16()),
+        "span": pa.array([3], pa.duration("s")), "when": pa.array([0], pa.date64()), "bytes": pa.array([b"ab"], pa.binary(2)),
+    }  # fmt: skip
+    pq.write_table(pa.table(columns), tmp_path / "list.parquet")
+    row = plan(tmp_path, tmp_path / "list.parquet").to_pylist()[0]
+    assert (row["url"], row["half"], row["span"], row["source_bytes"]) == ("1", 0.5, "3", "ab")
+
+
+A_LIST = b"url,caption\nhttp://a.test/1,x\n"
+MANY_LINES = b"".join(b"http://a.test/%d\n" % (i * 7919 % 1_000_003) for i in range(100_000))
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"1.csv": A_LIST, "2.csv": b"url,text\nhttp://a.test/1,x\n"}, "1.csv in .*2.csv, found url, text"),
+        ({"1.csv": A_LIST, "2.csv": b""}, "2.csv, found an empty file"),
+        ({"1.parquet": [1], "2.parquet": [1.5]}, "differ in the type of a column"),
+        ({"1.parquet": [1], "2.parquet": None}, "1.parquet in .*2.parquet, found url, caption"),
+        ({"1.parquet": [1], "2.parquet": b"junk"}, "2.parquet cannot be read as its ending says"),
+        ({"1.txt.gz": gzip.compress(MANY_LINES, 1)[:-100_000]}, "1.txt.gz cannot be read as its ending says"),
+        ({"1.csv": b"x" * 200_000}, "cannot be read as its ending says"),
+        ({"1.json": b"[" * 100_000}, "cannot be read as its ending says"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_behind_the_first_rows_is_one_sentence_too(
+    tmp_path: Path, files: dict[str, Any], words: str
+) -> None:
+    for name, content in files.items():
+        if isinstance(content, bytes):
+            (tmp_path / name).write_bytes(content)
+        else:
+            more = {} if content is None else {"n": content}
+            pq.write_table(pa.table({"url": ["http://a.test/1"], "caption": ["x"], **more}), tmp_path / name)
+    ending = next(iter(files)).partition(".")[2]
+    with pytest.raises(InputError, match=words) as error:
+        plan(tmp_path, tmp_path / f"*.{ending}")
+    assert "\n" not in str(error.value) and "Traceback" not in str(error.value)
 
 
 def test_types_that_do_not_hold_to_the_end_become_text(tmp_path: Path) -> None:
