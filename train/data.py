@@ -35,6 +35,7 @@ log = logging.getLogger("pairmill.train")
 
 QUEUE_DEPTH = 3  # decoded batches held ready; more only hides for longer that decoding is too slow
 FEW_BAD = 16  # so many unreadable pictures never stop a run, whatever share of a small beginning they are
+NONE_GOOD = 8  # but so many without a good one between them do: a shard, or the decoder, is broken
 MAX_LANES = 64
 
 
@@ -167,24 +168,26 @@ class Quarantine:
 
     def __init__(self, path: Path, rank: int, max_share: float) -> None:
         self.file, self.rank, self.max_share = Jsonl(path), rank, max_share
-        self.seen = self.bad = 0
+        self.seen = self.bad = self._without_good = 0
         self._known = {row["uid"] for row in self.file.rows()}
 
     def note(self, batch: Batch, samples: list[Sample], reasons: dict[int, str]) -> None:
         """Count a batch and write down its bad pictures.
 
         Raises:
-            RunError: nothing of the batch was readable, or more than `max_share` of everything so far was not.
+            RunError: nothing of the latest batches was readable, or more than `max_share` of everything so far was not.
         """
         self.seen += len(samples)
         self.bad += len(reasons)
+        # Counted over batches, because a rank's share may be a picture or two, and one bad picture must not end a run.
+        self._without_good = self._without_good + len(samples) if len(reasons) == len(samples) else 0
         for i, reason in reasons.items():
             sample = samples[i]
             if sample.uid not in self._known:
                 self._known.add(sample.uid)
                 row = {"uid": sample.uid, "key": sample.key, "shard": sample.shard, "reason": reason}
                 self.file.append({**row, "step": batch.step, "rank": self.rank})
-        if len(reasons) == len(samples) or self.bad > max(FEW_BAD, self.max_share * self.seen):
+        if self._without_good >= NONE_GOOD or self.bad > max(FEW_BAD, self.max_share * self.seen):
             raise RunError(
                 f"{self.bad} of {self.seen} pictures could not be decoded (limit {self.max_share:.2%}; the last reason: "
                 f"{next(iter(reasons.values()), '')}); see {self.file.path} and run `pairmill verify --deep`"

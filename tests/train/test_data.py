@@ -150,6 +150,15 @@ def test_a_batch_without_a_single_good_picture_stops_the_run(tmp_path: Path) -> 
         load(plan, tmp_path / "q.jsonl", stop=1, max_bad=1.0)
 
 
+@pytest.mark.parametrize(("batch", "ranks"), [(1, 1), (2, 1), (8, 4), (8, 8)])
+def test_a_bad_picture_ends_no_run_however_small_a_ranks_share(tmp_path: Path, batch: int, ranks: int) -> None:
+    work = make_work(tmp_path / "work", 16)
+    flip_a_byte(work, [3, 9])
+    plan = Plan.of(ShardSet.open(work / "shards"), seed=0, batch_size=batch)
+    parts = [load(plan, tmp_path / "q.jsonl", rank, ranks, stop=16 // batch) for rank in range(ranks)]
+    assert sum(int((~b.valid_b).sum()) for part in parts for b in part) == 2
+
+
 def test_settings_that_cannot_be_are_refused(plan: Plan, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="24 cannot be shared equally by 5 ranks"):
         load(plan, tmp_path / "q", 0, 5)
