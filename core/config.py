@@ -167,8 +167,8 @@ def load_recipe(
 
     `common` and `overrides` (by stage) win over what the recipe says; stages come back in the order of `stages`.
 
-    Relative paths in a recipe are relative to the current folder, as on the command line. `~` and `$NAME` in strings
-    are expanded, so that one recipe serves on machines whose data lies elsewhere.
+    Relative paths in a recipe are relative to the current folder, as on the command line. Strings that begin with `~` or
+    `$NAME` are expanded, so that one recipe serves on machines whose data lies elsewhere; others may hold a dollar.
 
     Raises:
         InputError: the file is missing or is not TOML.

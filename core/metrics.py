@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import StorageError
+from core.storage import Folder
 
 
 class Series:
@@ -72,6 +73,4 @@ class Jsonl:
         if not self.path.exists():
             return
         rows = [row for row in self.rows() if wanted(row)]
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        temporary.replace(self.path)
+        Folder(self.path.parent).write(self.path.name, "".join(json.dumps(row) + "\n" for row in rows).encode())

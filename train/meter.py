@@ -116,10 +116,16 @@ class Meter:
         return self.last
 
     def summary(self) -> dict[str, float | None]:
-        """Rate, wait share and MFU of this process's whole run, its first steps left out."""
-        rate = self._steps * self.batch_size / self._seconds if self._seconds else None
-        share = self._waited / self._seconds if self._seconds else None
-        return {"pairs_per_s": rate, "wait_share": share, "mfu": self._mfu(rate, self._positions / max(1, self._pairs))}
+        """Rate, wait share and MFU of this process's whole run, its first steps left out.
+
+        A process that only finished what an earlier one had almost done says what the newest row with a rate says.
+        """
+        if not self._seconds:
+            row = next((row for row in reversed(self.file.rows()) if row["pairs_per_s"]), {})
+            return {name: row.get(name) for name in ("pairs_per_s", "wait_share", "mfu")}
+        rate = self._steps * self.batch_size / self._seconds
+        mfu = self._mfu(rate, self._positions / max(1, self._pairs))
+        return {"pairs_per_s": rate, "wait_share": self._waited / self._seconds, "mfu": mfu}
 
     def _rates(self, times: list[dict[str, list[float]]], steps: int) -> tuple[float | None, float | None]:
         """Pairs a second and the share of time spent waiting in an interval, warm-up left out."""

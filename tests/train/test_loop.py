@@ -174,6 +174,17 @@ def test_a_damaged_newest_checkpoint_costs_steps_and_nothing_else(
     assert exact(work, "damaged") == exact(work, "undisturbed")
 
 
+def test_killed_in_its_last_evaluation_a_run_still_says_how_fast_it_was(
+    work: Path, undisturbed: dict[str, Any]
+) -> None:
+    fork(work, "undisturbed", "measured", 12)
+    summary = run(settings(work, "measured"))
+    assert {key for key in undisturbed if summary[key] is None} == set()
+    assert (summary["loss"], summary["retrieval"]) == (undisturbed["loss"], undisturbed["retrieval"])
+    last = rows(work, "undisturbed")[-1]
+    assert all(summary[key] == last[key] for key in ("pairs_per_s", "wait_share", "mfu"))
+
+
 def test_micro_batches_do_not_change_the_course(work: Path) -> None:
     config = settings(work, "whole", steps=4, val="none")
     run(config)
