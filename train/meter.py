@@ -121,7 +121,7 @@ class Meter:
         A process that only finished what an earlier one had almost done says what the newest row with a rate says.
         """
         if not self._seconds:
-            row = next((row for row in reversed(self.file.rows()) if row["pairs_per_s"]), {})
+            row: dict[str, Any] = next((row for row in reversed(self.file.rows()) if row["pairs_per_s"]), {})
             return {name: row.get(name) for name in ("pairs_per_s", "wait_share", "mfu")}
         rate = self._steps * self.batch_size / self._seconds
         mfu = self._mfu(rate, self._positions / max(1, self._pairs))
