@@ -187,6 +187,7 @@ def _publish(
     folder.remove("dedup/done.json")  # it speaks of the decisions that are about to be replaced
     uid = pairs.table["uid"].combine_chunks()
     evidence, similarity = likeness.of_removals(decisions)
+    survivor = decisions.final_survivors()
     reasons = pa.DictionaryArray.from_arrays(pa.array(decisions.code, mask=decisions.kept), pa.array(decisions.reasons))
     columns = [
         uid,
@@ -195,7 +196,7 @@ def _publish(
         reasons.cast(pa.string()),
         uid.take(pa.array(decisions.cluster, mask=decisions.cluster < 0)),
         uid.take(pa.array(groups.image)),
-        uid.take(pa.array(decisions.survivor, mask=decisions.survivor < 0)),
+        uid.take(pa.array(survivor, mask=survivor < 0)),
         evidence,
         similarity,
     ]

@@ -70,6 +70,13 @@ class Decisions:
         self.code[rows] = self.reasons.index(reason)
         self.survivor[rows] = survivors
 
+    def final_survivors(self) -> I64:
+        """`survivor`, but where that pair was dropped by a later rule, the kept pair that stands for it in the end."""
+        final = self.survivor.copy()
+        while len(rows := np.flatnonzero((final >= 0) & ~self.kept[final])):
+            final[rows] = final[final[rows]]
+        return final
+
     def counts(self) -> dict[str, int]:
         """Dropped pairs by reason, the most frequent first."""
         counts = np.bincount(self.code, minlength=len(self.reasons)).tolist()
@@ -103,9 +110,10 @@ def resolve(
 ) -> None:
     """Apply the policy to the pairs that are still kept and `free` to be dropped, and name the clusters of all."""
     policy = _Policy(decisions, free, groups, rank, rules, image_like, caption_like)
-    policy.equal_captions()
     if rules.policy in ("image", "either"):
+        # before equal captions: of two equal ones, the one that stays may be of a URL that goes
         policy.one_url_of("image_duplicate", groups.image)
+    policy.equal_captions()
     if rules.policy == "both":
         policy.one_url_of("pair_duplicate", joined(groups.image, groups.caption))
     if rules.policy in ("text", "either"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -150,3 +151,32 @@ def test_a_row_of_the_list_given_twice_is_one_pair(tmp_path: Path) -> None:
     assert summary["pairs"] == 8 and summary["dropped"]["repeated_row"] == 2
     assert len(decisions(tmp_path)) == 6
     assert summary["kept"] + sum(summary["dropped"].values()) == 8
+
+
+@pytest.mark.parametrize("policy", ["image", "either"])
+def test_the_best_url_stays_with_all_its_captions(tmp_path: Path, policy: str) -> None:
+    rows = [
+        pair("u1", "a dog", "http://x/b", "A"),  # equal to u2 and before it in order, but of a URL that goes
+        pair("u2", "a dog", "http://x/a", "A"),
+        pair("u3", "a dog that runs over green grass", "http://x/a", "A"),
+    ]
+    write_parts(tmp_path, rows)
+    decide(tmp_path, policy=policy)
+    assert kept(tmp_path) == {"u2", "u3"}
+
+
+@pytest.mark.parametrize("method", ["greedy", "components"])
+@pytest.mark.parametrize("policy", ["image", "text", "both", "either"])
+def test_every_survivor_is_kept(tmp_path: Path, policy: str, method: str) -> None:
+    rng = np.random.default_rng(5)
+    rows = [
+        pair(f"p{i:03d}", " ".join(f"w{w}" for w in rng.integers(0, 9, 6)), f"http://x/{i % 70}", i % 30,
+             side=100 + i % 3)
+        for i in range(300)
+    ]  # fmt: skip
+    write_parts(tmp_path, rows)
+    decide(tmp_path, policy=policy, method=method, threshold=0.5, max_captions_per_image=2, max_images_per_caption=2)
+    found = decisions(tmp_path)
+    gone = [row for row in found.values() if not row["kept"]]
+    assert len({row["reason"] for row in gone}) > 1
+    assert all(found[row["survivor"]]["kept"] for row in gone)

@@ -129,8 +129,12 @@ def test_bad_input_gets_one_sentence(tmp_path: Path) -> None:
     pq.write_table(pa.table({"caption": pa.array([], pa.string())}), table)
     with pytest.raises(InputError, match="found no rows"):
         decide(tmp_path / "w", captions=str(table))
+    other = tmp_path / "captions.docx"
+    other.write_text("words")
     with pytest.raises(InputError, match=r"expected a file of parquet, csv"):
-        decide(tmp_path / "w", captions=str(part.parent.parent / "parts" / ".."))
+        decide(tmp_path / "w", captions=str(other))
+    with pytest.raises(InputError, match="expected a file"):
+        decide(tmp_path / "w", captions=str(part.parent))
 
 
 def test_datasketchs_signatures_lead_to_the_same_decisions(tmp_path: Path) -> None:
