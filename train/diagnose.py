@@ -86,9 +86,9 @@ def run(config: DiagnoseConfig) -> dict[str, Any]:
     shards = Folder(settings.shards or f"{config.work}/shards")
     tried = config.seconds > 0 and bool(settings.shards or shards.list("*.tar"))
     if not rows and not tried:
+        where = f"or shards in {shards}, found neither" if config.seconds else "where --seconds is 0, found none"
         raise InputError(
-            f"expected metrics of the run {config.name!r} or shards in {shards}, found neither; run `pairmill shard` "
-            "first, or name them with --shards"
+            f"expected metrics of the run {config.name!r} {where}; run `pairmill shard` or `pairmill train` first"
         )
     observed = _observed(rows) if rows else None
     quarantined = _count_lines(folder, f"runs/{config.name}/quarantine.jsonl")

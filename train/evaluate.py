@@ -382,6 +382,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
     if not val and not config.zero_shot:
         raise ConfigError("there is nothing to measure on: name shards with --val or class folders with --zero-shot")
     device = choose_device(config.device, 0)
+    Folder(home).make()  # before the work, and not after it
     model = CLIP(weights.shape, config.precision, logit_bias="logit_bias" in weights.state)
     weights.into(model)
     model.to(device)
@@ -391,7 +392,6 @@ def run(config: EvalConfig) -> dict[str, Any]:
             templates = read_templates(config.templates)
             more["zero_shot"] = zero_shot(model, preparer, config.zero_shot, templates, device, config.batch)
         ranks = World(0, 1, 0, device)
-        home.mkdir(parents=True, exist_ok=True)
         step = int(weights.meta.get("step", 0))
         found = Evaluator(ranks, home, model, preparer, val, config.batch).run(step, examples=True, more=more)
     return {"step": step, **found}

@@ -49,7 +49,7 @@ class Meter:
         self.h2d, self.compute = Series(), Series()
         self.interval = Interval()
         self.last: dict[str, Any] = {}
-        self._warm = WARM_STEPS
+        self._warm = max(0, min(WARM_STEPS, loader.stop - loader.start - 1))  # of a run of one step, that step
         self._seconds = self._waited = 0.0
         self._steps = self._positions = self._pairs = 0
 

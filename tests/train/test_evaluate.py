@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from core.errors import ConfigError, InputError
+from core.errors import ConfigError, InputError, StorageError
 from core.images import decode, encode_jpeg, read_header
 from shardkit.reader import ShardSet
 from tests.train.ranks import Ranks
@@ -210,6 +210,9 @@ def test_bad_input_is_one_sentence(work: Path, tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("ein Bild von {}, schön\n".encode("latin-1"))
     with pytest.raises(InputError, match="in UTF-8"):
         read_templates(str(tmp_path / "latin.txt"))
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot write"):
+        run(EvalConfig(work=str(tmp_path / "file"), checkpoint=str(work / "runs/main"), val=str(work / "holdout")))
     for wrong in ({"batch": 0}, {"batch": -1}, {"threads": -1}):
         with pytest.raises(ConfigError, match="--batch of at least 1 and --threads of at least 0"):
             run(EvalConfig(work=str(work), **wrong))

@@ -298,7 +298,8 @@ def test_under_torchrun_the_ranks_are_those_that_it_started(work: Path, monkeypa
     with pytest.raises(ConfigError, match=r"1 ranks were started .*--ranks asks for 2"):
         run(settings(work, "joined", ranks=2))
     monkeypatch.setattr("train.run._default_ranks", lambda config: pytest.fail("it would start ranks of its own"))
-    assert run(settings(work, "joined", steps=1, val="none"))["steps"] == 1
+    summary = run(settings(work, "joined", steps=1, val="none"))
+    assert summary["steps"] == 1 and summary["pairs_per_s"] > 0 and 0 <= summary["wait_share"] <= 1  # though so short
 
 
 def test_ranks_do_not_import_what_lies_in_the_users_folder(tmp_path: Path) -> None:
