@@ -176,7 +176,7 @@ def _read_jpeg(body: bytes, max_pixels: int) -> Header:
     segments, scan, junk = _jpeg_segments(body)
     frame = next((data for marker, data in segments if marker in _FRAMES), None)
     kind = next((marker for marker, _ in segments if marker in _FRAMES), 0)
-    if frame is None or len(frame) < 6 + 3 * frame[5]:
+    if frame is None or len(frame) < 6 or len(frame) < 6 + 3 * frame[5]:
         raise ImageError(Outcome.CORRUPT, "JPEG without a whole frame header before its scan")
     precision, height, width, components = struct.unpack_from(">BHHB", frame)
     _check_size(width, height, max_pixels)

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
@@ -65,16 +65,21 @@ def run_units(
     engine: str,
     label: str,
     unit_of_progress: str = "rows",
-) -> Iterator[tuple[Unit, Any]]:
+) -> Generator[tuple[Unit, Any], None, None]:
     """Run `task` on every unit that is not `done`; yields (unit, what the task returned) as they finish, in any order.
 
+    An error, a stop from the keyboard, or closing the generator ends the other workers at once: what they were at is
+    published whole or not at all.
+
     Raises:
-        ConfigError: an unknown engine.
+        ConfigError: an unknown engine, or fewer than no workers.
         HardwareError: Ray was asked for and is not installed.
         RunError: a worker process died.
     """
     if engine not in ("local", "ray"):
         raise ConfigError(f"expected --engine local or ray, found {engine!r}")
+    if workers < 0:
+        raise ConfigError(f"expected --workers from 0 up, found {workers}")
     finished = [done(unit) for unit in units]
     todo = [unit for unit, is_done in zip(units, finished, strict=True) if not is_done]
     rows_done = sum(unit.rows for unit, is_done in zip(units, finished, strict=True) if is_done)
@@ -108,8 +113,10 @@ def _in_this_process(todo: Sequence[Unit], task: Task, progress: Progress) -> It
 
 def _on_processes(todo: Sequence[Unit], task: Task, workers: int, progress: Progress) -> Iterator[tuple[Unit, Any]]:
     context = multiprocessing.get_context("spawn")  # forking a process with DuckDB, Arrow or torch threads may deadlock
+    others = set(multiprocessing.active_children())
     with _collecting(context.Queue(), progress) as outbox:
-        pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(outbox,))
+        outbox.cancel_join_thread()  # a killed worker may hold the queue's lock for ever
+        pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_start_process, initargs=(outbox,))
         try:
             futures = {pool.submit(_task_in_worker, task, unit): unit for unit in todo}
             for future in concurrent.futures.as_completed(futures):
@@ -119,8 +126,26 @@ def _on_processes(todo: Sequence[Unit], task: Task, workers: int, progress: Prog
                 "a worker process died (killed, out of memory, or crashed in a codec); finished units are safe, run the "
                 "same command again to continue"
             ) from error
+        except BaseException:
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.kill()
+            raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_process(outbox: Any) -> None:
+    """Begin a worker process, which ends when its parent does, even by kill -9: the parent's lock is free by then, and
+    the next run must not meet this one's workers."""
+    _start_worker(outbox)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _task_in_worker(task: Task, unit: Unit) -> Any:

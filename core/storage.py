@@ -29,6 +29,8 @@ class Folder:
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
+        if not os.fspath(url):
+            raise InputError("expected a folder, found an empty name")  # which would else be the root of the disk
         self.url = os.fspath(url).rstrip("/") or "/"
         scheme, separator, rest = self.url.partition("://")
         if separator and scheme == "file":
@@ -56,9 +58,12 @@ class Folder:
         import fsspec
 
         try:
-            return fsspec.core.url_to_fs(self.path(name))
+            # a cached listing would hide what other processes write
+            return fsspec.core.url_to_fs(self.path(name), use_listings_cache=False)
         except ImportError as error:
             raise StorageError(f"{self.url} needs a package that is not installed: {error}") from error
+        except ValueError as error:
+            raise StorageError(f"{self.url} cannot be opened: {error}; choose another folder with --work") from error
 
     def _local_path(self, name: str) -> Path | None:
         path = self.path(name)
@@ -156,13 +161,18 @@ class Folder:
                     shutil.rmtree(temporary.parent, ignore_errors=True)
 
     def make(self) -> None:
-        """Create the folder and prove that it can be written.
+        """Create the folder and prove that it can be written; of an object store, that it can be asked.
 
         Raises:
             StorageError: it cannot.
         """
         if self.local is None:
-            return  # an object store has no folders; the first write proves it
+            fs, path = self._remote("")
+            try:
+                fs.exists(path)
+            except Exception as error:  # every store has its own errors for missing keys, names and networks
+                raise StorageError(f"{self.url} cannot be reached: {_words(error)}") from error
+            return
         with _storage_errors(self.url):
             self.local.mkdir(parents=True, exist_ok=True)
             descriptor, probe = tempfile.mkstemp(prefix=TEMPORARY, dir=self.local)
@@ -189,6 +199,14 @@ class Folder:
                 leftover.unlink(missing_ok=True)
 
 
+_UNWRITABLE = frozenset(
+    {
+        errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
+        errno.EIO, errno.EFBIG,
+    }
+)  # fmt: skip
+
+
 @contextlib.contextmanager
 def _storage_errors(where: str) -> Iterator[None]:
     try:
@@ -198,7 +216,7 @@ def _storage_errors(where: str) -> Iterator[None]:
             raise StorageError(
                 f"the disk is full while writing {where}; free some space and run the same command again to continue"
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        if error.errno in _UNWRITABLE:
             raise StorageError(f"cannot write {where}: {error.strerror}; choose another folder with --work") from error
         raise
 
@@ -215,12 +233,22 @@ def expand(pattern: str) -> list[str]:
     """Files named by a path, a glob or an fsspec URL, sorted.
 
     Raises:
-        InputError: nothing is there.
+        InputError: nothing is there, or it cannot be reached.
     """
     import fsspec
 
-    fs, path = fsspec.core.url_to_fs(pattern)
-    names = sorted(fs.glob(path)) if any(c in path for c in "*?[") else ([path] if fs.exists(path) else [])
+    try:
+        fs, path = fsspec.core.url_to_fs(pattern)
+        # a name that is there is no pattern, whatever brackets it holds
+        found = {path: fs.info(path)} if fs.exists(path) else fs.glob(path, detail=True)
+    except Exception as error:  # every store has its own errors for missing packages, keys, names and networks
+        raise InputError(f"expected a file at {pattern}, which cannot be reached: {_words(error)}") from error
+    names = sorted(name for name, info in found.items() if info["type"] != "directory")
     if not names:
-        raise InputError(f"expected a file at {pattern}, found none")
+        what = f"a folder; name the files in it, as in {next(iter(found))}/*" if found else "none"
+        raise InputError(f"expected a file at {pattern}, found {what}")
     return [str(fs.unstrip_protocol(n)).removeprefix("file://") for n in names]
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

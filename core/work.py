@@ -36,6 +36,11 @@ class Stage:
     home: str
     finished: dict[str, Any] | None
 
+    def reopen(self) -> None:
+        """Take the mark of a finished stage away, before what it vouches for is changed."""
+        self.folder.remove(f"{self.home}/done.json")
+        self.finished = None
+
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Mark the stage as done; returns `summary`."""
         self.folder.write(f"{self.home}/done.json", json.dumps(summary, indent=1).encode())
@@ -76,7 +81,7 @@ def open_stage(config: StageConfig, name: str, *, home: str, inputs: str = "", r
     with _lock(folder):
         recorded = read_settings(folder).get(name, {})
         if config.fresh:
-            folder.remove(home)
+            _throw_away(folder, home)
         if not folder.list(f"{home}/*"):
             recorded = {}  # nothing was made with them: a mistyped first command binds nobody
         _check_settings(folder, name, recorded, config)
@@ -87,18 +92,30 @@ def open_stage(config: StageConfig, name: str, *, home: str, inputs: str = "", r
                     f"{name} away with --fresh"
                 )
             log.info("%s: its input has changed, so it runs again", name)
-            folder.remove(home)
+            _throw_away(folder, home)
         _record_settings(folder, name, config, inputs)
         marker = f"{home}/done.json"
         finished = json.loads(folder.read(marker)) if folder.exists(marker) else None
         yield Stage(folder, name, home, finished)
 
 
+def _throw_away(folder: Folder, home: str) -> None:
+    folder.remove(f"{home}/done.json")  # first, so that what a kill leaves of the rest is not taken for finished
+    folder.remove(home)
+
+
 def read_settings(folder: Folder) -> dict[str, Any]:
-    """The saved settings of every stage that ran in `folder`, by stage; empty for a new folder."""
+    """The saved settings of every stage that ran in `folder`, by stage; empty for a new folder.
+
+    Raises:
+        WorkFolderError: the file is damaged.
+    """
     if not folder.exists(SETTINGS):
         return {}
-    return tomllib.loads(folder.read(SETTINGS).decode())
+    try:
+        return tomllib.loads(folder.read(SETTINGS).decode())
+    except ValueError as error:
+        raise WorkFolderError(f"{folder.path(SETTINGS)} is damaged ({error}); repair it or delete it") from error
 
 
 def _check_settings(folder: Folder, name: str, recorded: dict[str, Any], config: StageConfig) -> None:

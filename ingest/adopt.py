@@ -18,14 +18,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from core import catalog
-from core.errors import InputError
 from core.plan import Unit
 from core.runner import run_units, tick
 from core.schema import Outcome, pair_fields
 from core.storage import Folder, expand
 from core.work import Stage, fingerprint, open_stage
 from ingest import captions, staging
+from ingest.config import check
 from ingest.fetch import literal, one_thread_each, unit_id
+from ingest.listfiles import sound
 from ingest.pictures import Picture, Rules, prepare
 from ingest.unit import picture_columns
 from ingest.urllist import UID, hashed
@@ -46,22 +47,25 @@ def run(config: AdoptConfig) -> dict[str, Any]:
         InputError: there is no tar at that place.
         WorkFolderError: the work folder holds the pairs of other shards, or of `ingest`.
     """
+    check(config)
     tars = find_tars(config.shards)
     with open_stage(config, "adopt", home="ingest", inputs=_fingerprint(tars), redo=False) as stage:
         staging.refuse_other(stage.folder, "adopt")
         staging.claim(stage.folder, "adopt")
-        if stage.finished is not None:
-            return stage.finished
+        if staging.is_whole(stage, "shards"):
+            return stage.finished or {}
+        stage.reopen()
         stage.folder.sweep(staging.PARTS)
         return _adopt_all(config, stage, tars)
 
 
 def find_tars(where: str) -> list[str]:
-    """Tars in a folder, or by a glob, in order; absolute paths or URLs."""
-    tars = expand(where if where.endswith(".tar") else f"{where.rstrip('/')}/*.tar")
-    if not tars:
-        raise InputError(f"expected .tar files at {where}, found none")
-    return tars
+    """Tars in a folder, or by a glob, in order; absolute paths or URLs.
+
+    Raises:
+        InputError: there is none.
+    """
+    return expand(where if where.endswith(".tar") else f"{where.rstrip('/')}/*.tar")
 
 
 def _fingerprint(tars: list[str]) -> str:
@@ -77,11 +81,37 @@ def _adopt_all(config: AdoptConfig, stage: Stage, tars: list[str]) -> dict[str, 
         workers=config.workers, engine=config.engine, label="adopt", unit_of_progress="tars",
     ):  # fmt: skip
         pass
+    _part_uids(stage.folder)
     catalog.write(stage.folder)
     summary = staging.summary(stage.folder)
     return stage.finish(
         {"pairs": summary.pop("rows"), "shards": len(tars), **summary, "seconds": time.monotonic() - started}
     )
+
+
+def _part_uids(folder: Folder) -> None:
+    """Give pairs of different tars that came with one uid uids of their own, as `_make_unique` does within a tar.
+
+    The first of them by unit and row keeps it, so a repetition after a kill ends at the same.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    places = 'row_number() OVER (PARTITION BY uid ORDER BY unit, "row") AS place'
+    with catalog.connect(folder) as connection:
+        found = connection.execute(
+            f'SELECT unit, list("row") FROM (SELECT unit, "row", {places} FROM pairs) WHERE place > 1 GROUP BY unit'
+        ).fetchall()
+    for unit, rows in found:
+        part = staging.read_part(folder, unit)
+        again = pc.is_in(part["row"], pa.array(rows, pa.int64())).to_pylist()
+        pairs = zip(part["uid"].to_pylist(), part["row"].to_pylist(), again, strict=True)
+        uids = [hashed(f"{uid}\x00{row}") if repeated else uid for uid, row, repeated in pairs]
+        field = part.schema.field("uid")
+        with folder.staged(staging.part_name(unit)) as path:
+            table = part.set_column(part.schema.get_field_index("uid"), field, pa.array(uids, pa.string()))
+            pq.write_table(table, path, compression="zstd")
 
 
 # ---- in a worker -------------------------------------------------------------------------------------------------------
@@ -175,8 +205,8 @@ class _Tar:
 def _row(reader: _Tar, sample: Sample, rules: Rules, *, allow_empty: bool) -> dict[str, Any]:
     known, text = _metadata(reader, sample)
     raw = text if text is not None else next((known[n] for n in ("caption", "text", "alt") if known.get(n)), None)
-    raw = raw if isinstance(raw, str) else None
-    url = known.get("url") if isinstance(known.get("url"), str) else None
+    raw = sound(raw) if isinstance(raw, str) else None
+    url = sound(known["url"]) if isinstance(known.get("url"), str) else None
     place = sample.first(PICTURES)
     caption = None if raw is None else captions.clean(raw)
     if place is None:
@@ -187,8 +217,8 @@ def _row(reader: _Tar, sample: Sample, rules: Rules, *, allow_empty: bool) -> di
         picture = prepare(reader.read(place), rules)
     row = {
         **dict.fromkeys(f.name for f in pair_fields()), **picture_columns(picture), "url": url, "caption": caption,
-        "caption_raw": raw, "uid": _uid(known.get("uid"), url, raw, f"{reader.name}#{sample.key}"), "attempts": 0,
-        "source_key": sample.key, "source_json": json.dumps(known, ensure_ascii=False) if known else None,
+        "caption_raw": raw, "uid": _uid(known.get("uid"), url, raw, f"{reader.name}#{sound(sample.key)}"), "attempts": 0,
+        "source_key": sound(sample.key), "source_json": sound(json.dumps(known, ensure_ascii=False)) if known else None,
     }  # fmt: skip
     if picture.outcome == Outcome.OK and place is not None:
         row |= {"tar": reader.name, "tar_offset": place[0], "tar_size": place[1]}
@@ -202,7 +232,7 @@ def _metadata(reader: _Tar, sample: Sample) -> tuple[dict[str, Any], str | None]
         try:
             value = json.loads(reader.read(place))
             known = value if isinstance(value, dict) else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             log.warning("%s: %s.json cannot be read: %s", reader.name, sample.key, error)
     place = sample.first(CAPTIONS)
     return known, None if place is None else reader.read(place).decode("utf-8", errors="replace")
@@ -218,7 +248,7 @@ def _damage_row(reader: _Tar, unit: Unit, number: int) -> dict[str, Any]:
     log.warning("%s is damaged, what lies behind is lost: %s", reader.name, reader.damage)
     return {
         **dict.fromkeys(f.name for f in pair_fields()), "uid": hashed(f"{reader.name}#damage"), "unit": unit.id,
-        "row": (unit.start << 32) + number, "outcome": str(Outcome.TRUNCATED), "detail": f"tar: {reader.damage}",
+        "row": (unit.start << 32) + number, "outcome": str(Outcome.TRUNCATED), "detail": sound(f"tar: {reader.damage}"),
         "attempts": 0, "source_key": None, "source_json": None,
     }  # fmt: skip
 

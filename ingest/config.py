@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from core.config import StageConfig, setting
+from core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +78,19 @@ class AdoptConfig(StageConfig):
     """Refuse pictures whose shorter side is below this many pixels; 0 takes all."""
     max_aspect: float = 8.0
     """Refuse pictures whose longer side is more than this many times the shorter; 0 takes all."""
+
+
+_BOUNDS = {
+    "size": (1, 65_535), "quality": (1, 100), "min_side": (0, 65_535), "max_aspect": (0, 65_535), "concurrency": (1, 10_000),
+    "per_host": (1, 10_000), "timeout": (0.001, 86_400), "min_rate": (0, 10**12), "max_bytes": (1, 10**12),
+    "retries": (0, 100), "min_success": (0, 1), "unit_urls": (1, 10**9),
+}  # fmt: skip
+
+
+def check(config: IngestConfig | AdoptConfig) -> None:
+    """Raise ConfigError for a number that can have no meaning; 0 downloads at once would wait for ever."""
+    for name, (low, high) in _BOUNDS.items():
+        value = getattr(config, name, low)
+        if not low <= value <= high:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"expected --{flag} from {low:,} to {high:,}, found {value}")

@@ -8,6 +8,7 @@ otherwise leave a whole process waiting; each unit is still published by itself,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import glob
 import logging
@@ -28,6 +29,7 @@ from core.schema import Outcome
 from core.storage import Folder, expand
 from core.work import Stage, fingerprint, open_stage, package_version
 from ingest import staging, urllist
+from ingest.config import check
 from ingest.pictures import Picture, Rules, prepare
 from ingest.unit import Job, Unit, open_unit
 
@@ -62,26 +64,33 @@ def run(config: IngestConfig) -> dict[str, Any]:
     """Fetch every URL of the list; returns the summary: rows, ok, outcomes, seconds, cpu_seconds, bytes, units.
 
     Raises:
+        ConfigError: a number out of its range.
         InputError: the list cannot be read or lacks a column.
         WorkFolderError: the work folder holds another list or other settings.
         RunError: fewer rows than `min_success` succeed.
     """
+    check(config)
     if config.engine == "img2dataset":
         from ingest import peer
 
         return peer.run(config)
-    files = expand(config.urls)
-    inputs = fingerprint(Folder("/"), *map(literal, files))
+    inputs = fingerprint_list(config.urls)
     with open_stage(config, "ingest", home="ingest", inputs=inputs, redo=False) as stage:
         staging.refuse_other(stage.folder, "ingest")
-        if stage.finished is not None and not config.retry_failed:
-            return stage.finished
+        if staging.is_whole(stage, "units") and not config.retry_failed:
+            return stage.finished or {}
+        stage.reopen()
         stage.folder.sweep("ingest")
         stage.folder.sweep(staging.PARTS)
         staging.sweep_tars(stage.folder)
         urllist.write_plan(config, stage.folder)
         staging.claim(stage.folder, "ingest")
         return _fetch_all(config, stage)
+
+
+def fingerprint_list(urls: str) -> str:
+    """What tells one list from another."""
+    return fingerprint(Folder("/"), *map(literal, expand(urls)))
 
 
 def literal(name: str) -> str:
@@ -104,12 +113,14 @@ def _fetch_all(config: IngestConfig, stage: Stage) -> dict[str, Any]:
     done = {number for number in range(len(rows)) if finished(number)}
     total = Report()
     task = functools.partial(fetch_span, config=config, folder=stage.folder, span=span)
-    for _, report in run_units(
+    running = run_units(
         spans(rows, span), task, done=lambda group: _numbers(group, span, len(rows)) <= done,
         workers=workers, engine=config.engine, label="ingest",
-    ):  # fmt: skip
-        total.add(report)
-        check_success(total, config.min_success, enough=JUDGED_ROWS)
+    )  # fmt: skip
+    with contextlib.closing(running):
+        for _, report in running:
+            total.add(report)
+            check_success(total, config.min_success, enough=JUDGED_ROWS)
     catalog.write(stage.folder)
     check_success(total, config.min_success, enough=1)
     summary = staging.summary(stage.folder)

@@ -71,7 +71,10 @@ def parse_url(url: str) -> yarl.URL:
         ValueError: no http(s) URL with a host; the message says what it is instead.
     """
     text = re.sub(r"[\t\r\n]", "", url).strip()
-    parsed = yarl.URL("https:" + text if text.startswith("//") else text)
+    try:
+        parsed = yarl.URL("https:" + text if text.startswith("//") else text)
+    except IndexError as error:  # what yarl 1.24 makes of `http://a[b@/`
+        raise ValueError("stray brackets in the host") from error
     if parsed.scheme not in ("http", "https"):
         raise ValueError(f"scheme {parsed.scheme!r} is not http(s)" if parsed.scheme else "no scheme")
     host = parsed.raw_host or ""
@@ -209,6 +212,8 @@ class Fetcher:
                 result.outcome, result.detail, wait = failure.outcome, failure.detail, failure.wait or 0.0
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 result.outcome, result.detail = _classify(error)
+            except Exception as error:  # the boundary of one row: whatever the client does, the run goes on
+                result.outcome, result.detail = Outcome.INTERNAL, f"{type(error).__name__}: {error}"[:200]
             if wait:
                 self.hosts.pause(host, min(wait, politeness.LONGEST_WAIT_S))
         return result, wait

@@ -87,7 +87,7 @@ def _labels(names: list[str]) -> list[str]:
     """`names`, each of them once and none empty: pandas writes an index without a name, and JSON allows any key."""
     labels: list[str] = []
     for place, name in enumerate(names):
-        label = wanted = _sound(name) or f"column_{place}"
+        label = wanted = sound(name) or f"column_{place}"
         number = 1
         while label in labels:
             number += 1
@@ -223,8 +223,8 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", errors="replace")
 
 
-def _sound(text: str) -> str:
-    """`text` without the lone surrogates that JSON may smuggle in and UTF-8 cannot hold."""
+def sound(text: str) -> str:
+    """`text` without the lone surrogates that JSON and names in a tar may smuggle in and UTF-8 cannot hold."""
     return text if text.isascii() else text.encode("utf-8", errors="replace").decode()
 
 
@@ -352,8 +352,8 @@ def _json(form: str, name: str, names: list[str], source: ListSource) -> Iterato
 
 def _plain(value: Any) -> str | None:
     if value is None or isinstance(value, str):
-        return None if value is None else _sound(value)
-    return _sound(json.dumps(value, ensure_ascii=False))
+        return None if value is None else sound(value)
+    return sound(json.dumps(value, ensure_ascii=False))
 
 
 # ---- parquet -----------------------------------------------------------------------------------------------------------

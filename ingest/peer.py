@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from core.errors import ConfigError, HardwareError, RunError
 from core.runner import cores
 from core.storage import Folder
-from ingest import adopt, urllist
+from core.work import open_stage
+from ingest import adopt, fetch, staging, urllist
 from ingest.config import AdoptConfig
 
 if TYPE_CHECKING:
@@ -34,20 +35,29 @@ def run(config: IngestConfig) -> dict[str, Any]:
 
     Raises:
         HardwareError: the program is not installed.
-        ConfigError: the work folder is not local.
+        ConfigError: the work folder is not local, or failures are to be tried again.
+        WorkFolderError: the work folder holds another list, other settings, or the pairs of our own engine.
         RunError: the program failed.
     """
     program = find_program()
+    if config.retry_failed:
+        raise ConfigError(
+            "--engine img2dataset cannot take up failures again; leave --retry-failed out, or use --fresh"
+        )
     folder = Folder(config.work) / "img2dataset"
     if folder.local is None:
         raise ConfigError(f"--engine img2dataset needs a local work folder, found {config.work}")
     started = time.monotonic()
-    if config.fresh:
-        Folder(config.work).remove("img2dataset")
-    urllist.write_plan(config, folder)
     shards = folder.local.absolute() / "shards"
     before = os.times()
-    _download(command(program, config, folder.local.absolute() / urllist.PLAN, shards), shards)
+    inputs = fetch.fingerprint_list(config.urls)
+    with open_stage(config, "img2dataset", home="img2dataset", inputs=inputs, redo=False) as stage:
+        if not config.fresh:
+            staging.refuse_other(stage.folder, "adopt")
+        if stage.finished is None:
+            urllist.write_plan(config, folder)
+            _download(command(program, config, folder.local.absolute() / urllist.PLAN, shards), shards)
+            stage.finish({})
     after = os.times()
     summary = adopt.run(
         AdoptConfig(

@@ -46,7 +46,7 @@ def retry_after(value: str | None) -> float | None:
     """Seconds a Retry-After header asks for, given as seconds or as a date; None where it says neither."""
     if value is None:
         return None
-    if value.strip().isdigit():
+    if value.strip().isdecimal():
         return float(value)
     try:
         moment = email.utils.parsedate_to_datetime(value)

@@ -17,6 +17,7 @@ from core import catalog
 from core.errors import WorkFolderError
 from core.schema import RETRYABLE, Outcome, pair_schema
 from core.storage import Folder
+from core.work import Stage
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,6 +42,11 @@ def round_of(tar: str | None) -> int:
         return -1
     found = re.search(r"\.r(\d+)\.tar$", tar)
     return int(found[1]) if found else 0
+
+
+def is_whole(stage: Stage, count: str) -> bool:
+    """Whether the stage has finished and still has as many parts as its summary says under `count`."""
+    return stage.finished is not None and len(stage.folder.list(f"{PARTS}/*.parquet")) == stage.finished[count]
 
 
 VERB = "ingest/verb"
@@ -167,6 +173,8 @@ def summary(folder: Folder) -> dict[str, Any]:
     with catalog.connect(folder) as connection:
         counts = connection.execute("SELECT outcome, count(*) n FROM pairs GROUP BY outcome ORDER BY n DESC, outcome")
         outcomes = dict(counts.fetchall())
-        received = "SELECT coalesce(sum(b), 0)::BIGINT FROM (SELECT max(bytes) b FROM pairs GROUP BY unit, url)"
+        received = (
+            "SELECT coalesce(sum(b), 0)::BIGINT FROM (SELECT max(bytes) b FROM pairs GROUP BY unit, coalesce(url, uid))"
+        )
         (bytes_,) = connection.execute(received).fetchall()[0]
     return {"rows": sum(outcomes.values()), "ok": outcomes.get(Outcome.OK, 0), "outcomes": outcomes, "bytes": bytes_}

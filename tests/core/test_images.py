@@ -165,6 +165,8 @@ def test_a_hole_in_the_data_is_not_filled_in() -> None:
         (b'{"error": 404}', Outcome.NOT_IMAGE), (b"<svg xmlns='http://www.w3.org/2000/svg'/>", Outcome.UNSUPPORTED),
         (b"%PDF-1.7", Outcome.UNSUPPORTED), (b"\xff\x0a\xfa\x1f", Outcome.UNSUPPORTED),
         (b"\xff\xd8\xff", Outcome.CORRUPT), (b"\x89PNG\r\n\x1a\nnothing", Outcome.CORRUPT),
+        *[(b"\xff\xd8\xff\xc0\0" + bytes([2 + n]) + b"\x08\0\x10\0\x10\x03"[:n] + b"\xff\xda\0\x0c", Outcome.CORRUPT)
+          for n in range(7)],
     ],
 )  # fmt: skip
 def test_what_is_no_picture_has_its_outcome(body: bytes, outcome: Outcome) -> None:

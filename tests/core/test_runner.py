@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +66,57 @@ def test_a_killed_worker_is_an_error(tmp_path: Path) -> None:
 def test_an_error_in_a_unit_arrives_as_itself(workers: int) -> None:
     with pytest.raises(ConfigError, match="is odd"):
         list(run_units(cut(2, 1), fail, done=lambda unit: False, workers=workers, engine="local", label="test"))
+
+
+def slow_unless_first(folder: Path, unit: Unit) -> None:
+    if unit.start == 0:
+        while len(list(folder.iterdir())) < 1:
+            time.sleep(0.01)
+        raise ConfigError("the first is odd")
+    (folder / f"{os.getpid()}").touch()
+    time.sleep(60)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_an_error_does_not_wait_for_what_the_others_are_at(tmp_path: Path) -> None:
+    started = time.monotonic()
+    task = functools.partial(slow_unless_first, tmp_path)
+    with pytest.raises(ConfigError, match="the first is odd"):
+        list(run_units(cut(2, 1), task, done=lambda unit: False, workers=2, engine="local", label="test"))
+    assert time.monotonic() - started < 30
+
+
+def test_workers_end_with_their_parent(tmp_path: Path) -> None:
+    """After kill -9 the next run may start at once, so nobody may still be writing."""
+    code = (
+        "import functools, pathlib; from core.plan import cut; from core.runner import run_units\n"
+        "from tests.core.test_runner import slow_unless_first\n"
+        "if __name__ == '__main__':\n"
+        f"    task = functools.partial(slow_unless_first, pathlib.Path({str(tmp_path)!r}))\n"
+        "    units = cut(4, 1)[1:]\n"
+        "    list(run_units(units, task, done=lambda unit: False, workers=2, engine='local', label='test'))\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    deadline = time.monotonic() + 60
+    while len(pids := [int(path.name) for path in tmp_path.iterdir()]) < 2:
+        assert parent.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    parent.kill()
+    parent.wait()
+    while not all(map(gone, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_fewer_than_no_workers() -> None:
+    with pytest.raises(ConfigError, match="found -1"):
+        list(run_units(cut(2, 1), fail, done=lambda unit: False, workers=-1, engine="local", label="test"))
 
 
 def test_an_unknown_engine() -> None:

@@ -77,8 +77,13 @@ def test_a_full_disk_is_one_clear_sentence(tmp_path: Path) -> None:
 
 def test_an_unwritable_place_is_one_clear_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(StorageError, match="cannot write"):
-        Folder(tmp_path / "file" / "work").make()
+    for place in ("file/work", "file", "n" * 300):
+        with pytest.raises(StorageError, match="cannot write"):
+            Folder(tmp_path / place).make()
+    with pytest.raises(StorageError, match="cannot be opened: Protocol not known"):
+        Folder("nothing://work").make()
+    with pytest.raises(InputError, match="empty name"):
+        Folder("")
 
 
 def test_expand(tmp_path: Path) -> None:
@@ -88,6 +93,22 @@ def test_expand(tmp_path: Path) -> None:
     assert expand(f"{tmp_path}/c.tsv") == [f"{tmp_path}/c.tsv"]
     with pytest.raises(InputError, match="found none"):
         expand(f"{tmp_path}/*.json")
+    (tmp_path / "d[1].csv").write_text("x")
+    assert expand(f"{tmp_path}/d[1].csv") == [f"{tmp_path}/d[1].csv"]
+    (tmp_path / "e.csv").mkdir()
+    assert len(expand(f"{tmp_path}/*.csv")) == 3
+    with pytest.raises(InputError, match=r"found a folder; name the files in it, as in .*/e.csv/\*"):
+        expand(f"{tmp_path}/e.csv")
+    with pytest.raises(InputError, match="cannot be reached: Protocol not known"):
+        expand("nothing://list.csv")
+
+
+def test_an_object_store_is_asked_each_time() -> None:
+    """A listing that this process remembers would hide the parts that its workers write."""
+    pytest.importorskip("s3fs")
+    fs, _ = Folder("s3://bucket/work")._remote("ingest/parts")
+    fs.dircache["bucket/work/ingest/parts"] = []
+    assert "bucket/work/ingest/parts" not in fs.dircache
 
 
 def test_publishing_is_visible_only_whole(tmp_path: Path) -> None:

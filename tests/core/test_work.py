@@ -60,6 +60,29 @@ def test_other_settings_are_refused_naming_the_setting(tmp_path: Path) -> None:
     assert read_settings(Folder(tmp_path))["bake"]["flour"] == "oat"
 
 
+@pytest.mark.parametrize("change", ["fresh", "input"])
+def test_a_kill_while_old_results_are_thrown_away_leaves_nothing_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    config = BakeConfig(work=str(tmp_path))
+    bake(config)
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        bake(replace(config, fresh=change == "fresh"), inputs="" if change == "fresh" else "other grain")
+    assert bake(config) == "baked"
+
+
+def test_damaged_settings_are_one_sentence(tmp_path: Path) -> None:
+    for damage in (b"[bake\n", b"\xff\xfe"):
+        (tmp_path / "pairmill.toml").write_bytes(damage)
+        with pytest.raises(WorkFolderError, match=r"pairmill\.toml is damaged"):
+            bake(BakeConfig(work=str(tmp_path)))
+
+
 def test_settings_that_made_nothing_bind_nobody(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), open_stage(BakeConfig(work=str(tmp_path)), "bake", home="bread"):
         raise ZeroDivisionError

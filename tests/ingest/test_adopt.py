@@ -156,3 +156,42 @@ def test_a_folder_without_tars(tmp_path: Path) -> None:
     (tmp_path / "shards").mkdir()
     with pytest.raises(InputError, match=r"\.tar"):
         run(tmp_path, tmp_path / "shards")
+
+
+def test_text_that_utf8_cannot_hold_harms_nothing(tmp_path: Path) -> None:
+    """JSON may hold half a pair of surrogates, and a tar's names any bytes: two such names stay two samples."""
+    about = b'{"caption": "half \\ud83d", "url": "http://\\ud83d", "uid": "\\ud83d", "\\ud83d": 1}'
+    one, two = "caf\udce9", "caf\udcea"
+    members = {
+        f"{one}.jpg": picture(1),
+        f"{one}.json": about,
+        f"{two}.jpg": picture(2),
+        f"{two}.txt": b"x \xff",
+    }
+    members |= {"deep.jpg": picture(3), "deep.txt": b"deep", "deep.json": b"[" * 100_000}
+    tar_of(tmp_path / "shards/00000.tar", members)
+    run(tmp_path, tmp_path / "shards")
+    rows = parts(tmp_path)
+    assert [(row["source_key"], row["caption"]) for row in rows] == [
+        ("caf?", "half ?"),
+        ("caf?", "x \ufffd"),
+        ("deep", "deep"),
+    ]
+    assert [row["sha256"] for row in rows] == [hashlib.sha256(picture(i)).hexdigest() for i in (1, 2, 3)]
+    assert len({row["uid"] for row in rows}) == 3
+
+
+@pytest.mark.parametrize("about", [{"uid": "one"}, {"url": "http://a.test/1"}])
+def test_pairs_of_different_tars_never_share_a_uid(tmp_path: Path, about: dict[str, str]) -> None:
+    for tar in range(3):
+        members = {f"{i}.{kind}": data for i in range(2) for kind, data in
+                   (("jpg", picture(i)), ("txt", b"x"), ("json", json.dumps(about).encode()))}  # fmt: skip
+        tar_of(tmp_path / f"shards/{tar:05d}.tar", members)
+    run(tmp_path, tmp_path / "shards")
+    rows = parts(tmp_path)
+    assert len({row["uid"] for row in rows}) == 6
+    assert rows[0]["uid"] == about.get("uid", rows[0]["uid"])
+    # a part that got lost is made again, and nothing else changes
+    (tmp_path / "work/ingest/parts/u000001.parquet").unlink()
+    assert run(tmp_path, tmp_path / "shards")["pairs"] == 6
+    assert parts(tmp_path) == rows

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.errors import HardwareError, InputError, RunError, WorkFolderError
+from core.errors import ConfigError, HardwareError, InputError, RunError, WorkFolderError
 from core.images import decode, read_header
 from core.schema import Outcome, pair_fields
 from core.storage import Folder
@@ -143,6 +143,77 @@ def test_the_other_engine_says_how_to_install_it(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(HardwareError, match="pip install"):
         run(tmp_path, "list.csv", engine="img2dataset")
+
+
+PEER = """#!{python}
+import io, json, pathlib, sys, tarfile
+options = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+folder = pathlib.Path(options["output_folder"]); folder.mkdir(exist_ok=True)
+import pyarrow.parquet as pq
+with tarfile.open(folder / "00000.tar", "w") as tar:
+    for i, row in enumerate(pq.read_table(options["url_list"]).to_pylist()):
+        for kind, data in (("txt", row["caption_raw"].encode()), ("json", json.dumps(row).encode())):
+            info = tarfile.TarInfo(f"{{i:09d}}.{{kind}}"); info.size = len(data); tar.addfile(info, io.BytesIO(data))
+"""
+
+
+def test_the_other_engine_takes_no_other_list_or_settings_for_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "img2dataset"
+    program.parent.mkdir()
+    program.write_text(PEER.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setattr("ingest.peer.find_program", lambda: str(program))
+    first, second = (write_list(tmp_path / f"{n}.parquet", [(f"http://a.test/{n}", f"caption {n}")]) for n in (1, 2))
+    assert run(tmp_path, first, engine="img2dataset")["rows"] == 1
+    assert run(tmp_path, first, engine="img2dataset")["rows"] == 1
+    with pytest.raises(WorkFolderError, match="urls was"):
+        run(tmp_path, second, engine="img2dataset")
+    with pytest.raises(WorkFolderError, match="size was 48, now 64"):
+        run(tmp_path, first, engine="img2dataset", size=64)
+    with pytest.raises(ConfigError, match="retry-failed"):
+        run(tmp_path, first, engine="img2dataset", retry_failed=True)
+    run(tmp_path, second, engine="img2dataset", fresh=True)
+    assert parts(tmp_path / "work")["caption"].to_pylist() == ["caption 2"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"concurrency": 0}, {"per_host": 0}, {"unit_urls": 0}, {"retries": -1}, {"size": 0}, {"quality": 101}, {"timeout": 0.0},
+     {"min_success": 1.5}, {"max_aspect": float("nan")}, {"workers": -1}],
+    ids=str,
+)  # fmt: skip
+def test_numbers_without_a_meaning_are_refused(tmp_path: Path, server: Server, wrong: dict[str, Any]) -> None:
+    urls = write_list(tmp_path / "list.parquet", [(server.url("/pic/1.jpg"), "one")])
+    flag = next(iter(wrong)).replace("_", "-")
+    with pytest.raises(ConfigError, match=f"expected --{flag} from"):
+        run(tmp_path, urls, **wrong)
+    assert not server.hits
+
+
+def test_a_part_that_got_lost_is_fetched_again(tmp_path: Path, server: Server) -> None:
+    urls = write_list(tmp_path / "list.parquet", [(server.url(f"/pic/{i}.jpg"), f"picture {i}") for i in range(12)])
+    run(tmp_path, urls, unit_urls=4, size=NO_RESIZE)
+    before, hits = outputs(tmp_path / "work"), server.hits.total()
+    lost = pq.read_table(tmp_path / "work/ingest/parts/u000001.parquet").num_rows
+    (tmp_path / "work/ingest/parts/u000001.parquet").unlink()
+    assert run(tmp_path, urls, unit_urls=4, size=NO_RESIZE)["rows"] == 12
+    assert server.hits.total() == hits + lost
+    after = outputs(tmp_path / "work")
+    assert before[0] == after[0] and before[1].equals(after[1])
+
+
+def test_a_round_of_retries_that_is_killed_leaves_no_old_figures(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = write_list(tmp_path / "list.parquet", [(server.url("/fault/until_well"), "later")])
+    assert run(tmp_path, urls, retries=0, size=NO_RESIZE)["ok"] == 0
+    server.well.set()
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(fetch.catalog, "write", lambda folder: 1 / 0)
+        run(tmp_path, urls, retry_failed=True, size=NO_RESIZE)
+    assert run(tmp_path, urls, size=NO_RESIZE)["outcomes"] == {"ok": 1}
 
 
 def test_a_txt_list_needs_no_captions_and_an_object_store_is_a_work_folder(tmp_path: Path, server: Server) -> None:

@@ -198,7 +198,8 @@ def test_urls_as_they_occur(url: str, requested: str) -> None:
 @pytest.mark.parametrize(
     "url",
     ["", "not a url", "/images/a.jpg", "http://", "ftp://a.test/b", "file:///etc/passwd", "data:image/gif;base64,R0lG",
-     "javascript:alert(1)", "http://[::1/x", "http://a.test:99999/x", "www.a.test/x.jpg"],
+     "javascript:alert(1)", "http://[::1/x", "http://a.test:99999/x", "www.a.test/x.jpg",
+     "http://:]-_[.@", "HTTP://n[`Z@/pt"],
 )  # fmt: skip
 def test_what_is_no_url_is_said_to_be_none(url: str) -> None:
     (got,) = fetch(url)
