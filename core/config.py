@@ -23,7 +23,14 @@ from core.errors import ConfigError, InputError, nearest
 Config = TypeVar("Config", bound="StageConfig")
 
 
-def setting(default: Any = dataclasses.MISSING, *, argument: bool = False, flags: str = "", stable: bool = True) -> Any:
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    argument: bool = False,
+    flags: str = "",
+    stable: bool = True,
+    choices: tuple[str, ...] = (),
+) -> Any:
     """A config field with more to say than its type and default.
 
     Args:
@@ -31,10 +38,10 @@ def setting(default: Any = dataclasses.MISSING, *, argument: bool = False, flags
         flags: the option's spelling where it is not the field's name with dashes.
         stable: whether another value makes other results; `work`, `workers` and the like do not, so a finished stage
             may be continued with another value.
+        choices: the only values, where a subclass has others (the type of a field that none overrides is a Literal).
     """
-    return dataclasses.field(
-        default=default, kw_only=True, metadata={"argument": argument, "flags": flags, "stable": stable}
-    )
+    metadata = {"argument": argument, "flags": flags, "stable": stable, "choices": choices}
+    return dataclasses.field(default=default, kw_only=True, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +52,7 @@ class StageConfig:
     """Work folder: a path or any fsspec URL."""
     workers: int = setting(0, stable=False)
     """Worker processes; 0 takes one a core."""
-    engine: str = setting("local", stable=False)
+    engine: str = setting("local", stable=False, choices=("local", "ray"))
     """Where units run: `local` processes, or `ray` (needs the extra of that name)."""
     fresh: bool = setting(False, flags="--fresh/--resume", stable=False)
     """Throw this stage's earlier results away instead of continuing them."""
@@ -129,8 +136,16 @@ def build(cls: type[Config], values: Mapping[str, Any], *, where: str) -> Config
         if name not in hints:
             raise ConfigError(f"{where} knows no setting {name!r}: {nearest(name, hints)}")
     clean = {name: _checked(value, hints[name], f"{where}: {name}") for name, value in values.items()}
+    for field in dataclasses.fields(cls):
+        choices = field.metadata.get("choices")
+        if choices and clean.get(field.name, field.default) not in choices:
+            raise ConfigError(
+                f"{where}: {field.name}: expected one of {', '.join(choices)}, found {clean[field.name]!r}"
+            )
     if clean.get("work") == "":  # of an unset variable; as a path it would be the root folder
         raise ConfigError(f"{where}: expected a folder as work, found an empty name")
+    if clean.get("workers", 0) < 0:
+        raise ConfigError(f"{where}: expected workers of at least 0, found {clean['workers']}")
     missing = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING and f.name not in clean]
     if missing:
         raise ConfigError(f"{where} needs the setting {missing[0]!r}: {field_docs(typing.cast(Any, cls))[missing[0]]}")
@@ -183,6 +198,8 @@ def load_recipe(
     common_names = [f.name for f in dataclasses.fields(StageConfig)]
     shared = {k: _expanded(v) for k, v in recipe.items() if not isinstance(v, dict)}
     for name in shared:
+        if name in stages:
+            raise ConfigError(f"{path} holds {name} as a value or a list: expected one table, [{name}]")
         if name not in common_names:
             raise ConfigError(f"{path} knows no setting {name!r} at its top: {nearest(name, [*common_names, *stages])}")
     tables = {name: table for name, table in recipe.items() if isinstance(table, dict)}
