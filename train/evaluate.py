@@ -242,7 +242,7 @@ def _classifier(
 def class_folders(folder: str) -> tuple[list[str], list[tuple[Path, int]]]:
     """Class names in order, and every file with its class's number."""
     root = Path(folder)
-    names = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    names = sorted(p.name for p in root.iterdir() if p.is_dir() and p.name[0] != ".") if root.is_dir() else []
     listed = [(n, sorted(p for p in (root / n).iterdir() if p.is_file() and p.name[0] != ".")) for n in names]
     filled = [(n, paths) for n, paths in listed if paths]
     if len(filled) < 2:

@@ -132,12 +132,29 @@ def _join(config: TrainConfig, home: Path) -> dict[str, Any]:
             finished = read_done(home)
             if finished is not None:
                 return _same_data(config, home, finished)
-            summary = loop.train(config, ranks, home, val_folder(config.work, config.val))
+            with _memory_errors(config, ranks):
+                summary = loop.train(config, ranks, home, val_folder(config.work, config.val))
             summary["seconds"] = round(time.perf_counter() - started, 3)
             if ranks.main:
                 Folder(home).write(DONE, json.dumps(summary, indent=1).encode())
             barrier()
         return summary
+
+
+@contextlib.contextmanager
+def _memory_errors(config: TrainConfig, ranks: World) -> Iterator[None]:
+    """A full device is the commonest end of a first step, and has a remedy."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        share = config.batch_size // ranks.size
+        held = min(config.micro_batch or share, share)
+        raise RunError(
+            f"the memory of {ranks.device} is full with {held} pairs at a time; use --micro-batch {max(1, held // 2)}, or "
+            "--checkpointing; the run goes on from its newest checkpoint"
+        ) from error
 
 
 @contextlib.contextmanager

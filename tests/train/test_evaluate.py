@@ -24,7 +24,17 @@ from train.config import EvalConfig
 from train.data import Preparer
 from train.decode_cpu import CpuDecoder, Picture, middle_view, render
 from train.distributed import World
-from train.evaluate import Embedded, embed, pick_examples, read_templates, recalls, run, val_folder, zero_shot
+from train.evaluate import (
+    Embedded,
+    class_folders,
+    embed,
+    pick_examples,
+    read_templates,
+    recalls,
+    run,
+    val_folder,
+    zero_shot,
+)
 from train.models import model_config
 from train.optim import make_optimizer
 from train.tokenizer import Tokenizer
@@ -159,6 +169,17 @@ def test_zero_shot_equals_classifying_one_picture_at_a_time(work: Path, preparer
     assert found["accuracy"] == pytest.approx(right / total)
     assert (found["classes"], found["chance"], found["pictures"], found["unreadable"]) == (4, 0.25, total, 0)
     assert set(found["per_class"]) == set(names)
+
+
+def test_what_a_file_browser_leaves_behind_is_no_class(tmp_path: Path) -> None:
+    for name in ("cat", "dog", ".thumbnails", "empty"):
+        (tmp_path / name).mkdir()
+        for file in () if name == "empty" else ("1.jpg", ".DS_Store"):
+            (tmp_path / name / file).touch()
+    (tmp_path / "README.txt").touch()
+    names, files = class_folders(str(tmp_path))
+    assert names == ["cat", "dog"]
+    assert [(path.name, label) for path, label in files] == [("1.jpg", 0), ("1.jpg", 1)]
 
 
 def test_examples_show_the_nearest_and_open_as_jpeg(work: Path, preparer: Preparer) -> None:

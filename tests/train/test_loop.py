@@ -292,6 +292,15 @@ def test_a_run_can_begin_with_the_weights_of_another(work: Path, undisturbed: di
     assert run(config)["steps"] == 1  # to continue, the first weights need not be there any more
 
 
+def test_a_full_gpu_is_a_sentence_with_the_remedy(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr("train.loop.gradcache_step", full)
+    with pytest.raises(RunError, match=r"is full with 24 pairs at a time; use --micro-batch 12"):
+        run(settings(work, "full", val="none"))
+
+
 def test_under_torchrun_the_ranks_are_those_that_it_started(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
