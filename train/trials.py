@@ -7,6 +7,7 @@ second of this rank; the first steps of each trial are left out, as they fill qu
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import tempfile
 import time
@@ -70,7 +71,7 @@ class Bench:
         self.threads = config.threads or max(1, cores() // ranks)
         self.shard_set = ShardSet.open(config.shards or f"{config.work}/shards")
         self.plan = Plan.of(self.shard_set, config.seed, batch_size)
-        self.shape = model_config(config.model)
+        self.shape = dataclasses.replace(model_config(config.model), patch_dropout=config.patch_dropout)
         self.pictures = _look_at(self.shard_set)
 
     def read(self, seconds: float) -> Trial:
@@ -153,6 +154,8 @@ class Bench:
         torch.manual_seed(0)
         model = CLIP(self.shape, self.config.precision).to(self.device)
         model.set_checkpointing(self.config.checkpointing)
+        if self.config.compile:
+            model.visual.compile()
         model.train()
         optimizer = make_optimizer(model, 1e-6, self.config.wd)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+import torch
 from fsspec.implementations.local import LocalFileSystem
 from rich.console import Console
 
 from core.errors import ConfigError, InputError
 from core.images import encode_jpeg
+from core.storage import Folder
 from shardkit.config import ShardConfig
 from shardkit.pack import run as pack
 from tests.shardkit.parts import World
@@ -22,6 +25,8 @@ from tests.train.shards import make_work, photograph
 from train import diagnose
 from train.config import DiagnoseConfig
 from train.diagnose import Evidence, judge
+from train.models import model_config
+from train.trials import Bench
 
 GPU = {"gpu": True, "steps": 100, "threads": 4, "cores": 16, "reading_share": 0.1}
 
@@ -65,8 +70,6 @@ def test_gains_are_predicted_up_to_the_next_limit() -> None:
 
 
 def test_few_steps_or_sources_that_disagree_lower_the_confidence() -> None:
-    import dataclasses
-
     clear = CASES["decode_bound"]
     assert judge(dataclasses.replace(clear, steps=3))["confidence"] == "low"
     assert judge(dataclasses.replace(clear, wait_share=0.07))["confidence"] == "medium"
@@ -140,6 +143,21 @@ def test_nothing_to_diagnose(tmp_path: Path) -> None:
 def tried(work: Path | str, **values: Any) -> dict[str, Any]:
     wanted = {"model": "test-32", "batch_size": 16, "precision": "fp32", "seconds": 0.8, "device": "cpu", **values}
     return diagnose.run(DiagnoseConfig(work=str(work), **wanted))
+
+
+def test_the_trials_train_the_runs_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_work(tmp_path, 32)
+    (tmp_path / "runs/main").mkdir(parents=True)
+    recorded = {"model": "test-32", "patch_dropout": 0.5, "compile": True, "checkpointing": True, "batch_size": 16}
+    (tmp_path / "runs/main/config.json").write_text(json.dumps({"as_run": recorded}))
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, *_, **__: compiled.append(type(self).__name__))
+    config = DiagnoseConfig(work=str(tmp_path), device="cpu")
+    settings = diagnose._settings(config, diagnose._recorded(Folder(str(tmp_path)), "main"))
+    bench = Bench(settings, settings.batch_size, 1, torch.device("cpu"))
+    bench._stepper()
+    assert bench.shape == dataclasses.replace(model_config("test-32"), patch_dropout=0.5)
+    assert settings.checkpointing and compiled == ["VisionTower"]
 
 
 def test_pictures_far_too_large_for_the_model(tmp_path: Path) -> None:
