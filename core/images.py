@@ -291,7 +291,7 @@ def _read_other(body: bytes, family: str, max_pixels: int) -> Header:
     image = _open(body, PILLOW_FORMATS)
     width, height = image.size
     _check_size(width, height, max_pixels)
-    orientation = _pillow_orientation(image)
+    orientation = 1 if family == "tiff" else _pillow_orientation(image)  # Pillow turns TIFFs itself, size and pixels
     if orientation in _SHIFTED:
         width, height = height, width
     return Header(

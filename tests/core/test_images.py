@@ -73,15 +73,23 @@ def test_every_format_gives_the_same_picture(form: str, options: dict[str, Any])
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
 def test_pictures_are_turned_upright(orientation: int, form: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    body = saved(gradient(60, 40), form, exif=exif, **({"quality": 95} if form == "JPEG" else {}))
-    upright = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(body))).convert("RGB"))
+    lossy: dict[str, dict[str, Any]] = {
+        "JPEG": {"quality": 95},
+        "WEBP": {"lossless": True},
+        "AVIF": {"quality": 95, "speed": 10},
+    }
+    body = saved(gradient(60, 40), form, exif=exif, **lossy.get(form, {}))
+    # not from the file, because Pillow turns some forms itself, and so both could be wrong in one way
+    image = Image.fromarray(gradient(60, 40))
+    image.getexif()[0x0112] = orientation
+    upright = np.asarray(ImageOps.exif_transpose(image))
     header = read_header(body)
     assert (header.width, header.height) == upright.shape[1::-1] == ((60, 40) if orientation < 5 else (40, 60))
-    assert far(opened(body), upright) < 0.5
+    assert far(opened(body), upright) < 3
 
 
 def test_sixteen_bits_are_scaled_not_clipped() -> None:
