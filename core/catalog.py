@@ -6,10 +6,11 @@ any DuckDB shell opens. A view that is missing is explained by the verb that mak
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from core.errors import DataError, InputError, UsageError, nearest
@@ -96,6 +97,21 @@ def _present(folder: Folder, pattern: str) -> bool:
         return bool(folder.list(pattern))
     above, _, below = parent.partition("/*")
     return any(folder.exists(f"{name}{below}/{leaf}") for name in folder.list(f"{above}/*"))
+
+
+@contextlib.contextmanager
+def reading(folder: Folder) -> Iterator[None]:
+    """Where a file of `folder` turns out to be damaged, which DuckDB finds only as it reads the rows, raise DataError."""
+    import duckdb
+
+    try:
+        yield
+    except (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.OutOfMemoryException):
+        raise  # of our own SQL and of this machine, not of the files
+    except duckdb.Error as error:
+        raise DataError(
+            f"a file of {folder} is damaged; DuckDB says: {says(error)}; restore it, or make it again with --fresh"
+        ) from error
 
 
 def write(folder: Folder) -> None:

@@ -83,10 +83,12 @@ def _judged(folder: Folder, config: DedupConfig) -> dict[str, Any]:
 
     parts = captions.stage(folder, config) if config.captions else PARTS
     units = units_of(folder, parts)
+    views = () if config.captions else ("pairs",)
     try:
-        with catalog.connect(
-            folder, memory_gb=config.memory_gb, views=() if config.captions else ("pairs",)
-        ) as connection:
+        with (
+            catalog.reading(folder),
+            catalog.connect(folder, memory_gb=config.memory_gb, views=views) as connection,
+        ):
             connection.execute(f"SET threads = {config.workers or cores()}")
             verdicts = None if config.captions else filters.judge(connection, config)
             sign(folder, parts, units, by=config.minhash, workers=config.workers, engine=config.engine)

@@ -93,7 +93,7 @@ def units_of(folder: Folder, parts: str) -> list[Unit]:
     """
     units, start = [], 0
     for name in folder.list(f"{parts}/*.parquet"):
-        with _opened(folder, name) as file:
+        with opened(folder, name) as file:
             rows = file.metadata.num_rows
         units.append(Unit(name.rsplit("/", 1)[-1].removesuffix(".parquet"), start, start + rows))
         start += rows
@@ -101,7 +101,7 @@ def units_of(folder: Folder, parts: str) -> list[Unit]:
 
 
 @contextlib.contextmanager
-def _opened(folder: Folder, name: str) -> Iterator[pq.ParquetFile]:
+def opened(folder: Folder, name: str) -> Iterator[pq.ParquetFile]:
     """Raises DataError, naming the file, where it cannot be opened or read."""
     with folder.open(name) as raw:
         try:
@@ -116,13 +116,13 @@ def _is_signed(unit: Unit, *, folder: Folder, by: str) -> bool:
     name = f"dedup/signatures/{unit.id}.parquet"
     if not (folder.exists(name) and folder.exists(f"dedup/sets/{unit.id}.parquet")):
         return False
-    with _opened(folder, name) as file:
+    with opened(folder, name) as file:
         metadata = file.schema_arrow.metadata or {}
     return bool(metadata.get(_MARK) == f"{VERSION} {by}".encode())
 
 
 def _sign_part(unit: Unit, *, folder: Folder, parts: str, by: str) -> int:
-    with _opened(folder, f"{parts}/{unit.id}.parquet") as file:
+    with opened(folder, f"{parts}/{unit.id}.parquet") as file:
         table = file.read(columns=[c for c in _COLUMNS if c in file.schema_arrow.names])
     if "outcome" in table.column_names:
         table = table.filter(pc.equal(table["outcome"], Outcome.OK.value))

@@ -21,7 +21,7 @@ from dedup.config import MOST_BITS
 from dedup.evidence import Pairs
 from dedup.match import Edges, Sets
 from dedup.minhash import PERMUTATIONS
-from dedup.sign import VERSION
+from dedup.sign import VERSION, opened
 
 if TYPE_CHECKING:
     import duckdb
@@ -69,8 +69,8 @@ def _set_files(folder: Folder, *, minhash: bool) -> Iterator[tuple[U64, U64, I64
     """(keys, tokens, offsets, signatures [n, K]) of each file."""
     columns = ["set_key", "tokens"] + (["minhash"] if minhash else [])
     for name in folder.list("dedup/sets/*.parquet"):
-        with folder.open(name) as file:
-            table = pq.read_table(file, columns=columns).combine_chunks()
+        with opened(folder, name) as file:
+            table = file.read(columns=columns).combine_chunks()
         if not table.num_rows:
             continue
         tokens = table["tokens"].chunk(0)
@@ -142,8 +142,8 @@ def _gather(folder: Folder) -> tuple[U64, npt.NDArray[np.uint32], Sets]:
 def _read_marked(folder: Folder, name: str, mark: bytes) -> pa.Table | None:
     if not folder.exists(name):
         return None
-    with folder.open(name) as file:
-        table = pq.read_table(file)
+    with opened(folder, name) as file:
+        table = file.read()
     return table if (table.schema.metadata or {}).get(_MARK) == mark else None
 
 

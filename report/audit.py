@@ -51,7 +51,8 @@ def run(config: AuditConfig) -> dict[str, Any]:
     connection = catalog.connect(folder)
     if config.folder:
         bare_views(connection, folder)
-    page = gather(connection, top=config.top)
+    with catalog.reading(folder):
+        page = gather(connection, top=config.top)
     if not page:
         raise InputError(f"{folder} holds nothing to audit yet; run `pairmill ingest` or name a folder of shards")
     page = {"folder": str(folder), **page, "seconds": round(time.perf_counter() - start, 3)}

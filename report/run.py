@@ -29,11 +29,13 @@ def run(config: ReportConfig) -> dict[str, Any]:
 
     Raises:
         InputError: the work folder holds nothing to report, or no run of the name asked for.
+        DataError: a file of it is damaged.
     """
     start = time.perf_counter()
     at_least("--pictures", config.pictures, 0)
     folder = Folder(config.work)
-    report = collect(folder, run_name=config.run, pictures=config.pictures)
+    with catalog.reading(folder):
+        report = collect(folder, run_name=config.run, pictures=config.pictures)
     page = html.render(report).encode("utf-8", "replace")  # lone surrogates in captions have no UTF-8
     if len(page) > html.MAX_BYTES:
         log.warning("the report is %.1f MB; fewer --pictures make it smaller", len(page) / 1e6)

@@ -74,7 +74,7 @@ class ShardList:
 
     shards: list[Shard]
     made_with: dict[str, Any] = field(default_factory=dict)
-    ranks: list[dict[str, Any]] = field(default_factory=list)
+    lanes: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def samples(self) -> int:
@@ -86,7 +86,7 @@ class ShardList:
 
     def dump(self) -> bytes:
         head = {"format": FORMAT, "samples": self.samples, "bytes": self.total_bytes, "made_with": self.made_with}
-        body = {"ranks": self.ranks, "shards": [asdict(s) for s in self.shards]}
+        body = {"lanes": self.lanes, "shards": [asdict(s) for s in self.shards]}
         return (json.dumps({**head, **body}, indent=1) + "\n").encode()
 
 
@@ -104,6 +104,6 @@ def read_shard_list(folder: Folder) -> ShardList:
     try:
         found = json.loads(folder.read(SHARDS))
         shards = [Shard(**shard) for shard in found["shards"]]
-        return ShardList(shards, found.get("made_with", {}), found.get("ranks", []))
+        return ShardList(shards, found.get("made_with", {}), found.get("lanes", []))
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"expected the list of shards in {folder.path(SHARDS)}, found {error}") from error

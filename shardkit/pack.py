@@ -95,7 +95,7 @@ def _whole(folder: Folder, summary: dict[str, Any]) -> bool:
         listed = read_shard_list(folder / home)
         there = set((folder / home).list("*")) | {f"ranks/{name}" for name in (folder / home / "ranks").list("*")}
         wanted = {SAMPLES} | {index_name(s.name) for s in listed.shards} | {s.name for s in listed.shards}
-        if not wanted | {rank["list"] for rank in listed.ranks} <= there:
+        if not wanted | {lane["list"] for lane in listed.lanes} <= there:
             return False
     return True
 

@@ -60,8 +60,9 @@ def write_plans(folder: Folder, config: ShardConfig) -> None:
     Raises:
         InputError: nothing was kept, or no kept pair has a staged image.
         ConfigError: fewer samples than ranks.
+        DataError: a part is damaged.
     """
-    with catalog.connect(folder, views=VIEWS) as connection:
+    with catalog.reading(folder), catalog.connect(folder, views=VIEWS) as connection:
         connection.execute(_ROWS.format(source=_source_columns(connection)))
         connection.execute(_PICTURES)
         samples = {

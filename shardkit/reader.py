@@ -197,7 +197,7 @@ def _read_samples(folder: Folder, shards: list[Shard]) -> pa.Table:
         raise DataError(
             f"expected {SAMPLES} beside {SHARDS} in {folder}, found none; run `pairmill shard` again"
         ) from None
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
         raise DataError(f"expected the samples of {folder} in {SAMPLES}, found {error}") from error
     codes, names = _encoded(table["shard"])
     counts = list(zip(names, np.bincount(codes).tolist(), strict=True))

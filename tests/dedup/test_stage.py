@@ -177,3 +177,15 @@ def test_too_little_memory_is_said_so(tmp_path: Path, where: str) -> None:
 def test_captions_alone_have_no_pictures_to_compare(tmp_path: Path, policy: str) -> None:
     with pytest.raises(ConfigError, match=policy):
         decide(tmp_path, captions="captions.csv", policy=policy)
+
+
+@pytest.mark.parametrize("name", ["signatures/u000000.parquet", "sets/u000000.parquet", "edges/captions-5.parquet"])
+def test_own_files_cut_short_are_named(tmp_path: Path, name: str) -> None:
+    write_parts(tmp_path, _rows(100))
+    decide(tmp_path, policy="text")
+    path = tmp_path / "dedup" / name
+    path.write_bytes(path.read_bytes()[:-100])
+    if name.startswith("sets"):
+        (tmp_path / "dedup" / "edges" / "captions-5.parquet").unlink()
+    with pytest.raises(DataError, match=path.name):
+        decide(tmp_path, policy="text", threshold=0.9)

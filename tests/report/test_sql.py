@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -136,3 +138,17 @@ def test_a_catalogue_that_cannot_be_saved_stops_nobody(tmp_path: Path, caplog: p
     (work / "catalog.duckdb").mkdir()
     catalog.write(Folder(work))
     assert "stays as it was" in caplog.text and not list(work.glob(".tmp-*"))
+
+
+def test_a_file_damaged_inside_is_no_crash(tmp_path: Path) -> None:
+    work = make_work(tmp_path)
+    rng = random.Random(3)
+    for name in ("ingest/parts/u000000.parquet", "dedup/decisions.parquet", "shards/samples.parquet"):
+        whole = (work / name).read_bytes()
+        for _ in range(8):
+            damaged, at = bytearray(whole), rng.randrange(4, len(whole) - 16)
+            damaged[at : at + 8] = rng.randbytes(8)
+            (work / name).write_bytes(damaged)
+            with contextlib.suppress(DataError):  # some bytes matter to nobody
+                report.run(ReportConfig(work=str(work), pictures=1))
+        (work / name).write_bytes(whole)
