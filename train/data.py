@@ -30,6 +30,7 @@ from core.metrics import Jsonl, Series
 from shardkit.reader import BatchReader, EpochOrder, Sample, ShardSet
 from train.decode_cpu import Decoder, Picture, View, middle_view, random_view
 from train.tokenizer import Tokenizer
+from train.towers import trim
 
 log = logging.getLogger("pairmill.train")
 
@@ -149,9 +150,7 @@ class Preparer:
 
     def tokens(self, captions: list[str]) -> Tensor:
         """int64 (b, L), cut behind the longest."""
-        ids = torch.from_numpy(self.tokenizer.encode(captions, self.context)).long()
-        longest = int(ids.argmax(dim=1).max()) + 1 if len(captions) else 1
-        return ids[:, :longest].contiguous()
+        return trim(torch.from_numpy(self.tokenizer.encode(captions, self.context)).long()).contiguous()
 
     def _look_at(self, i: int, sample: Sample, view_of: ViewOf, reasons: dict[int, str]) -> tuple[Picture | None, int]:
         try:
