@@ -168,7 +168,7 @@ def _chunks(rows: Tensor, beside: Tensor, width: int, entries: int) -> Iterator[
 
 
 def _rank_of_own(txt_cE: Tensor, img_NE: Tensor, owner_c: Tensor) -> Tensor:
-    """How many other pictures are at least as near to each caption as its own."""
+    """How many other pictures are at least as near to each caption as its own (or classes to a picture as its own)."""
     similarity_cN = txt_cE @ img_NE.T
     own_c1 = similarity_cN.gather(1, owner_c[:, None])
     return _not_below(similarity_cN, own_c1).sum(dim=1) - 1
@@ -198,7 +198,7 @@ def zero_shot(
     device: torch.device,
     batch: int = EVAL_BATCH,
 ) -> dict[str, Any]:
-    """Classify the pictures of class folders by the nearest class name, each in all templates.
+    """Classify the pictures of class folders by the nearest class name, each in all templates; ties as in retrieval.
 
     Returns accuracy, top5 (more than five classes), chance, classes, pictures, unreadable, per_class{name: accuracy}.
 
@@ -214,11 +214,11 @@ def zero_shot(
     label_N = torch.tensor([label for _, label in files], device=device)[valid_N]
     if not len(label_N):
         raise InputError(f"expected pictures in the class folders of {folder}, found none that can be decoded")
-    order_NK = (img_NE[valid_N] @ classes_KE.T).argsort(dim=1, descending=True, stable=True)
-    right_NK = order_NK == label_N[:, None]
-    per_class = {name: float(right_NK[label_N == k, 0].double().mean()) for k, name in enumerate(names)}
+    rank_N = _rank_of_own(img_NE[valid_N], classes_KE, label_N)
+    right_N = (rank_N < 1).double()
+    per_class = {name: float(right_N[label_N == k].mean()) for k, name in enumerate(names)}
     found = {
-        "accuracy": float(right_NK[:, 0].double().mean()),
+        "accuracy": float(right_N.mean()),
         "chance": 1 / len(names),
         "classes": len(names),
         "pictures": len(label_N),
@@ -226,7 +226,7 @@ def zero_shot(
         "per_class": {name: value for name, value in per_class.items() if value == value},
     }
     if len(names) > 5:
-        found["top5"] = float(right_NK[:, :5].any(dim=1).double().mean())
+        found["top5"] = float((rank_N < 5).double().mean())
     return found
 
 

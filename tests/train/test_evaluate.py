@@ -171,6 +171,15 @@ def test_zero_shot_equals_classifying_one_picture_at_a_time(work: Path, preparer
     assert set(found["per_class"]) == set(names)
 
 
+@pytest.mark.parametrize("value", [0.0, torch.nan])
+def test_a_broken_model_classifies_nothing_rightly(work: Path, preparer: Preparer, value: float) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.visual.proj.fill_(value)
+    found = zero_shot(model, preparer, str(work / "classes"), ["{}"], CPU)
+    assert found["accuracy"] == 0.0 and set(found["per_class"].values()) == {0.0}
+
+
 def test_what_a_file_browser_leaves_behind_is_no_class(tmp_path: Path) -> None:
     for name in ("cat", "dog", ".thumbnails", "empty"):
         (tmp_path / name).mkdir()
