@@ -23,6 +23,7 @@ F32 = npt.NDArray[np.float32]
 
 MIN_WORDS = 5  # below it one word more or less is already more than a fifth of the caption: only equal sets match
 _AT_ONCE = 1 << 21  # elements of one comparison table
+_WIDE = 1024  # words of a set from which one pair's table is as large, and grows with the square of a page-long caption
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,19 @@ def _rounded_up(sizes: I64) -> I64:
 
 def _shared(sets: Sets, a_P: I64, b_P: I64, width: int) -> I64:
     """Number of words two sets share: all against all, since captions are short and this has no branches."""
+    if width > _WIDE:
+        return np.array([_shared_by_sorting(sets, int(a), int(b)) for a, b in zip(a_P, b_P, strict=True)], np.int64)
     left_PW, right_PW = _padded(sets, a_P, width), _padded(sets, b_P, width)
     used = np.arange(width) < sets.sizes[a_P][:, None]
     equal_PWW = left_PW[:, :, None] == right_PW[:, None, :]
     equal_PWW &= used[:, :, None]
     equal_PWW &= (np.arange(width) < sets.sizes[b_P][:, None])[:, None, :]
     return np.count_nonzero(equal_PWW.reshape(len(a_P), -1), axis=1).astype(np.int64)
+
+
+def _shared_by_sorting(sets: Sets, a: int, b: int) -> int:
+    left, right = (sets.flat[sets.starts[s] : sets.starts[s] + sets.sizes[s]] for s in (a, b))
+    return len(np.intersect1d(left, right, assume_unique=True))
 
 
 def _padded(sets: Sets, which_P: I64, width: int) -> U64:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections import Counter
 from itertools import combinations
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from core.errors import InputError
 from dedup import minhash
+from dedup.match import Sets, jaccard
 from dedup.tokens import as_sets, fold, tokenise
 from tests.dedup.parts import decide, decisions, kept, pair, write_parts
 
@@ -221,3 +223,17 @@ def _written(folder: Path, suffix: str, captions: list[str]) -> Path:
         with gzip.open(path, "wt") as file:
             file.write("text\tn\n" + "".join(f"{c}\t1\n" for c in captions))
     return path
+
+
+@pytest.mark.parametrize("words", [5, 1000, 1024, 1025, 8000])
+def test_captions_as_long_as_pages_are_compared_exactly_and_in_little_memory(words: int) -> None:
+    pages = [" ".join(f"w{i}" for i in range(start, start + words)) for start in (0, 1, words // 2, 3 * words)]
+    sets, _, _ = as_sets(pa.array(pages))
+    starts, flat = sets.offsets[:-1], sets.hashes()
+    tracemalloc.start()
+    found = jaccard(Sets(flat, starts, sets.lengths), np.zeros(4, np.int64), np.arange(4))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    shared = np.array([words, words - 1, words - words // 2, 0])
+    assert found == pytest.approx(shared / (2 * words - shared))
+    assert peak < 20e6
