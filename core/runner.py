@@ -7,6 +7,7 @@ done is read from what lies on disk, never remembered here, so a killed run simp
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import logging
 import multiprocessing
 import multiprocessing.queues
@@ -19,7 +20,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from core.errors import ConfigError, HardwareError, RunError
+from core.errors import ConfigError, HardwareError, PairmillError, RunError
 from core.plan import Unit
 from core.progress import Progress
 
@@ -87,7 +88,7 @@ def run_units(
         log.info("%s: %d of %d units are already there", label, len(units) - len(todo), len(units))
     with Progress(label, sum(unit.rows for unit in units), unit_of_progress, done=rows_done) as progress:
         if engine == "ray":
-            yield from _on_ray(todo, task, progress)
+            yield from _on_ray(todo, task, workers, progress)
         else:
             workers = min(workers or cores(), len(todo))
             yield from (
@@ -181,7 +182,7 @@ class _collecting:
         self._thread.join(timeout=5)
 
 
-def _on_ray(todo: Sequence[Unit], task: Task, progress: Progress) -> Iterator[tuple[Unit, Any]]:
+def _on_ray(todo: Sequence[Unit], task: Task, workers: int, progress: Progress) -> Iterator[tuple[Unit, Any]]:
     try:
         import ray
     except ImportError as error:
@@ -190,12 +191,23 @@ def _on_ray(todo: Sequence[Unit], task: Task, progress: Progress) -> Iterator[tu
         ) from error
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
-    remote = ray.remote(max_retries=3)(task)
-    waiting = {remote.remote(unit): unit for unit in todo}
+
+    def work(unit: Unit) -> Any:
+        return task(unit)
+
+    remote = ray.remote(max_retries=3)(work)  # Ray takes plain functions only, and our tasks are partial ones
+    coming, most = iter(todo), workers or len(todo)
+    waiting = {remote.remote(unit): unit for unit in itertools.islice(coming, most)}
     while waiting:
         ready, _ = ray.wait(list(waiting), num_returns=1)
         for reference in ready:
             unit = waiting.pop(reference)
-            result = ray.get(reference)
+            try:
+                result = ray.get(reference)
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, PairmillError):
+                    raise error.cause from error  # Ray's own carries a traceback for a sentence
+                raise
             progress.advance(unit.rows)
+            waiting.update((remote.remote(more), more) for more in itertools.islice(coming, 1))
             yield unit, result

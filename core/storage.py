@@ -140,7 +140,7 @@ class Folder:
             StorageError: the folder cannot be written, or the disk is full (what was finished before stays).
         """
         local = self._local_path(name)
-        with _storage_errors(self.path(name)):
+        with storage_errors(self.path(name)):
             if local is not None:
                 local.parent.mkdir(parents=True, exist_ok=True)
                 temporary = local.parent / f"{TEMPORARY}{os.getpid()}-{local.name}"
@@ -173,7 +173,7 @@ class Folder:
             except Exception as error:  # every store has its own errors for missing keys, names and networks
                 raise StorageError(f"{self.url} cannot be reached: {_words(error)}") from error
             return
-        with _storage_errors(self.url):
+        with storage_errors(self.url):
             self.local.mkdir(parents=True, exist_ok=True)
             descriptor, probe = tempfile.mkstemp(prefix=TEMPORARY, dir=self.local)
             os.close(descriptor)
@@ -208,7 +208,8 @@ _UNWRITABLE = frozenset(
 
 
 @contextlib.contextmanager
-def _storage_errors(where: str) -> Iterator[None]:
+def storage_errors(where: str) -> Iterator[None]:
+    """Turn what the system says about writing to `where` into a StorageError."""
     try:
         yield
     except OSError as error:

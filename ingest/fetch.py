@@ -78,7 +78,7 @@ def run(config: IngestConfig) -> dict[str, Any]:
     with open_stage(config, "ingest", home="ingest", inputs=inputs, redo=False) as stage:
         staging.refuse_other(stage.folder, "ingest")
         if staging.is_whole(stage, "units") and not config.retry_failed:
-            return stage.finished or {}
+            return _judged(config, stage.folder, stage.finished or {})
         stage.reopen()
         stage.folder.sweep("ingest")
         stage.folder.sweep(staging.PARTS)
@@ -122,12 +122,18 @@ def _fetch_all(config: IngestConfig, stage: Stage) -> dict[str, Any]:
             total.add(report)
             check_success(total, config.min_success, enough=JUDGED_ROWS)
     catalog.write(stage.folder)
-    check_success(total, config.min_success, enough=1)
-    summary = staging.summary(stage.folder)
+    summary = _judged(config, stage.folder, staging.summary(stage.folder))
     cpu_seconds = total.cpu_seconds + time.process_time() - cpu
     return stage.finish(
         {**summary, "seconds": time.monotonic() - started, "cpu_seconds": cpu_seconds, "units": len(rows)}
     )
+
+
+def _judged(config: IngestConfig, folder: Folder, summary: dict[str, Any]) -> dict[str, Any]:
+    """`summary`, unless it falls short of `min_success`: over all rows, whichever run has fetched them."""
+    if summary["ok"] < config.min_success * summary["rows"]:
+        check_success(Report(Counter(summary["outcomes"]), staging.failing_hosts(folder)), config.min_success, enough=1)
+    return summary
 
 
 def unit_id(number: int) -> str:
@@ -159,7 +165,8 @@ def check_success(report: Report, least: float, *, enough: int) -> None:
     words = [", ".join(f"{name} ({n:,})" for name, n in c.most_common(3)) for c in (failures, report.failing_hosts)]
     raise RunError(
         f"only {ok:,} of {rows:,} rows succeeded, less than --min-success {least:g}; most common are {words[0]}, on the "
-        f"hosts {words[1]}; look into these, then run the same command again (a lower --min-success goes on regardless)"
+        f"hosts {words[1]}; look into these, then run the same command again with --retry-failed (a lower --min-success "
+        "goes on regardless)"
     )
 
 

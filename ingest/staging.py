@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from core import catalog
 from core.errors import WorkFolderError
 from core.schema import RETRYABLE, Outcome, pair_schema
-from core.storage import Folder
+from core.storage import Folder, storage_errors
 from core.work import Stage
 
 if TYPE_CHECKING:
@@ -86,8 +87,9 @@ class Spool:
 
     def add(self, data: bytes) -> tuple[int, int]:
         """Store `data`; returns where it lies: (start, size)."""
-        self._file.seek(self._end)
-        self._file.write(data)
+        with storage_errors(f"temporary files in {tempfile.gettempdir()}"):
+            self._file.seek(self._end)
+            self._file.write(data)
         self._end += len(data)
         return self._end - len(data), len(data)
 
@@ -166,6 +168,14 @@ def sweep_tars(folder: Folder) -> None:
     for tar in sorted(tars - named):
         if re.sub(r"(\.r\d+)?\.tar$", "", tar) in finished:
             folder.remove(tar)
+
+
+def failing_hosts(folder: Folder) -> Counter[str]:
+    """Rows of all parts that are not ok, by host."""
+    host = "coalesce(nullif(regexp_extract(coalesce(final_url, url), '://([^/]*)', 1), ''), '(none)')"
+    with catalog.connect(folder) as connection:
+        found = connection.execute(f"SELECT {host}, count(*) FROM pairs WHERE outcome != 'ok' GROUP BY ALL").fetchall()
+    return Counter(dict(found))
 
 
 def summary(folder: Folder) -> dict[str, Any]:

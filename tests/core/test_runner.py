@@ -114,6 +114,21 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
+def test_ray_runs_the_same_units_and_hands_errors_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("HOME", str(tmp_path))  # where Ray would leave files of its own
+    (tmp_path / "out").mkdir()
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        task = functools.partial(write_unit, tmp_path / "out")
+        found = run_units(cut(8, 2), task, done=lambda unit: not unit.start, workers=1, engine="ray", label="test")
+        assert sorted(unit.id for unit, _ in found) == ["u000001", "u000002", "u000003"]
+        with pytest.raises(ConfigError, match=r"^unit u00000\d is odd$"):
+            list(run_units(cut(2, 1), fail, done=lambda unit: False, workers=1, engine="ray", label="test"))
+    finally:
+        ray.shutdown()
+
+
 def test_fewer_than_no_workers() -> None:
     with pytest.raises(ConfigError, match="found -1"):
         list(run_units(cut(2, 1), fail, done=lambda unit: False, workers=-1, engine="local", label="test"))

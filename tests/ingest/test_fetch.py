@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.errors import ConfigError, HardwareError, InputError, RunError, WorkFolderError
+from core.errors import ConfigError, HardwareError, InputError, RunError, StorageError, WorkFolderError
 from core.images import decode, read_header
 from core.schema import Outcome, pair_fields
 from core.storage import Folder
@@ -230,8 +230,21 @@ def test_a_txt_list_needs_no_captions_and_an_object_store_is_a_work_folder(tmp_p
 
 def test_a_collapse_stops_the_run_and_names_hosts(tmp_path: Path, server: Server) -> None:
     rows = [(server.url(f"/fault/missing?{i}"), "gone") for i in range(30)]
-    with pytest.raises(RunError, match=rf"0 of 30 rows.*http_4xx \(30\).*127.0.0.1:{server.port} \(30\)"):
-        run(tmp_path, write_list(tmp_path / "list.parquet", rows), min_success=0.5)
+    urls = write_list(tmp_path / "list.parquet", rows)
+    for _ in range(2):  # that all rows are there by the second time makes them no better
+        with pytest.raises(RunError, match=rf"0 of 30 rows.*http_4xx \(30\).*127.0.0.1:{server.port} \(30\)"):
+            run(tmp_path, urls, min_success=0.5)
+    assert run(tmp_path, urls)["ok"] == 0
+    with pytest.raises(RunError, match="0 of 30 rows"):
+        run(tmp_path, urls, min_success=0.1)
+
+
+def test_a_full_temporary_disk_is_one_sentence(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = write_list(tmp_path / "list.parquet", [(server.url("/pic/1.jpg"), "one")])
+    with open("/dev/full", "r+b", buffering=0) as full:
+        monkeypatch.setattr(staging.tempfile, "SpooledTemporaryFile", lambda **_: full)
+        with pytest.raises(StorageError, match="disk is full while writing temporary files"):
+            run(tmp_path, urls, size=NO_RESIZE)
 
 
 def test_retry_failed_mends_what_may_mend_and_leaves_the_rest(tmp_path: Path, server: Server) -> None:
