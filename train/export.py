@@ -10,6 +10,7 @@ Parameter names are open_clip's everywhere, so nothing is renamed on the way.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import logging
 import re
@@ -261,8 +262,9 @@ def run(config: ExportConfig) -> dict[str, Any]:
     if config.pt:
         import torch
 
-        with out.staged(PT) as path:
-            torch.save(weights.state, path)
+        packed = io.BytesIO()  # torch's own writer has an error of its own for a full disk
+        torch.save(weights.state, packed)
+        out.write(PT, packed.getvalue())
         files.append(PT)
     config_json = open_clip_config(weights.shape, bias="logit_bias" in weights.state)
     out.write(CONFIG, json.dumps(config_json, indent=2).encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import shutil
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from core.errors import ConfigError, DataError, InputError, WorkFolderError
+from core.errors import ConfigError, DataError, InputError, StorageError, WorkFolderError
 from core.storage import Folder
 from train import checkpoint
 from train.config import ExportConfig
@@ -252,6 +253,19 @@ def test_siglips_bias_is_announced_to_open_clip_which_else_refuses_the_file(tmp_
         config = json.loads((home / "out/open_clip_config.json").read_text())["model_cfg"]
         state = load_file(home / "out/open_clip_model.safetensors")
         assert ("init_logit_bias" in config) == ("logit_bias" in state) == bias
+
+
+def test_an_export_onto_a_full_disk_is_a_sentence_and_leaves_no_folder_that_would_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    place_run(tmp_path)
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(StorageError, match="disk is full"):
+        export(ExportConfig(work=str(tmp_path), out=str(tmp_path / "out"), pt=True))
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["open_clip_model.safetensors"]
 
 
 def test_exported_names_and_shapes_are_the_models(tmp_path: Path) -> None:
