@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 HOST = r"lower(regexp_extract(url, '^[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/?#@]*@)?(\[[^]]*\]|[^/?#:]+)', 1))"
 BINS = 28
+QUANTILES = (0.005, 0.05, 0.5, 0.95, 0.995)
 # Words are counted on at most about this many captions: the list of frequent words is settled long before.
 WORD_CAPTIONS = 2_000_000
 MEASURES = {
@@ -203,22 +204,12 @@ def histograms(connection: duckdb.DuckDBPyConnection, known: set[str]) -> dict[s
 
     Bins are equally wide between the 0.5 and 99.5 percentiles; what lies beyond is counted in the outermost ones.
     """
-    measures = {
-        name: (sql, unit)
-        for name, (sql, unit) in MEASURES.items()
-        if all(column in known for column in _columns_of(name))
-    }
-    quantiles = ", ".join(
-        f"approx_quantile({sql}, [0.005, 0.05, 0.5, 0.95, 0.995]), min({sql}), max({sql})"
-        for sql, _ in measures.values()
-    )
-    if not measures:
-        return {}
-    flat = _one(connection, f"SELECT {quantiles} FROM pairs WHERE outcome = 'ok'")
     out: dict[str, Any] = {}
-    for i, (name, (sql, unit)) in enumerate(measures.items()):
-        at, low, high = flat[3 * i : 3 * i + 3]
-        if at is None:
+    for name, (sql, unit) in MEASURES.items():
+        if not known.issuperset(_columns_of(name)):
+            continue
+        low, *at, high = _quantiles(connection, sql)
+        if low is None:
             continue
         start, step = _bins(float(at[0]), float(at[4]), whole=name not in ("aspect", "bytes"))
         points = dict(zip(("p05", "p50", "p95"), (_round(v) for v in at[1:4]), strict=True))
@@ -230,6 +221,22 @@ def histograms(connection: duckdb.DuckDBPyConnection, known: set[str]) -> dict[s
             "bins": _binned(connection, sql, start, step),
         }
     return out
+
+
+def _quantiles(connection: duckdb.DuckDBPyConnection, sql: str) -> tuple[Any, ...]:
+    """Smallest value, the QUANTILES, largest value of the fetched pairs; None for each where there is no value.
+
+    From counts of the different values: exact, unlike DuckDB's sketch, whose answer changes with the order of its threads,
+    and without holding every value in memory.
+    """
+    points = ", ".join(f"min(value) FILTER (upto >= {q} * total)" for q in QUANTILES)
+    return _one(
+        connection,
+        f"""WITH counts AS (SELECT {sql} AS value, count(*) AS n FROM pairs WHERE outcome = 'ok' GROUP BY 1)
+        SELECT min(value), {points}, max(value) FROM (
+            SELECT value, sum(n) OVER (ORDER BY value) AS upto, sum(n) OVER () AS total FROM counts WHERE value IS NOT NULL
+        )""",
+    )
 
 
 def _columns_of(measure: str) -> tuple[str, ...]:

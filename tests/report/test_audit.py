@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from core import schema
+from core import catalog, schema
 from core.errors import InputError
+from core.storage import Folder
 from report import audit
 from report.config import AuditConfig
 from tests.report.folder import FAILED, HOSTILE, PAIRS, make_work
@@ -151,3 +154,24 @@ def test_distinct_counts_are_exact_and_hosts_may_be_addresses(tmp_path: Path) ->
     page = page_of(tmp_path)
     assert (page["pairs"]["urls"], page["pairs"]["captions"]) == (1009, 1013)
     assert [row["name"] for row in page["hosts"]] == ["[::1]"]
+
+
+def test_quantiles_are_exact_and_do_not_depend_on_threads(tmp_path: Path) -> None:
+    parts = tmp_path / "ingest" / "parts"
+    parts.mkdir(parents=True)
+    rng = np.random.default_rng(1)
+    widths = rng.integers(50, 9000, 250_000).astype(np.int32)
+    n = len(widths)
+    for unit, mine in enumerate(np.split(widths, 5)):
+        columns = {
+            "uid": [f"{unit:06d}{i}" for i in range(len(mine))], "unit": ["u"] * len(mine), "row": range(len(mine)),
+            "outcome": ["ok"] * len(mine), "width": mine,
+        }  # fmt: skip
+        table = pa.table({k: pa.array(v) for k, v in columns.items()})
+        pq.write_table(table, parts / f"u{unit:06d}.parquet")
+    with catalog.connect(Folder(tmp_path)) as connection:
+        found = audit.histograms(connection, {"width"})["width"]
+    ordered = np.sort(widths)
+    wanted = [int(ordered[math.ceil(q * n) - 1]) for q in (0.05, 0.5, 0.95)]
+    assert [found[k] for k in ("min", "p05", "p50", "p95", "max")] == [ordered[0], *wanted, ordered[-1]]
+    assert sum(b["rows"] for b in found["bins"]) == n
