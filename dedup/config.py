@@ -80,8 +80,10 @@ class DedupConfig(StageConfig):
                 "--max-captions-per-image starts at 0 (no limit) and --max-images-per-caption at 1, found "
                 f"{self.max_captions_per_image} and {self.max_images_per_caption}"
             )
-        if self.memory_gb <= 0:
-            raise ConfigError(f"--memory-gb: expected more than 0, found {self.memory_gb:g}")
+        if not 0 < self.memory_gb <= 1e6:
+            raise ConfigError(f"--memory-gb: expected more than 0, up to a million, found {self.memory_gb:g}")
+        if self.workers < 0:
+            raise ConfigError(f"--workers: expected 0 or more, found {self.workers}")
         if self.captions and (self.where or self.preset or self.holdout):
             raise ConfigError("--where, --preset and --holdout read the pairs of a work folder; leave out --captions")
         if self.captions and self.policy in ("image", "either"):

@@ -59,7 +59,10 @@ def tar_paths(url: str) -> list[str]:
         InputError: one of them is not there.
     """
     if "{" in url:
-        return [path for one in expand_braces(url) for path in expand(one)]
+        paths = [path for one in expand_braces(url) for path in expand(one)]
+        if not paths:
+            raise InputError(f"expected braces that count upwards, found {url}")
+        return paths
     if url.endswith(".tar"):
         return expand(url)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from pathlib import Path
@@ -189,3 +190,14 @@ def test_own_files_cut_short_are_named(tmp_path: Path, name: str) -> None:
         (tmp_path / "dedup" / "edges" / "captions-5.parquet").unlink()
     with pytest.raises(DataError, match=path.name):
         decide(tmp_path, policy="text", threshold=0.9)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("workers", -1), ("memory_gb", 0.0), ("memory_gb", math.nan), ("memory_gb", math.inf), ("threshold", math.nan),
+     ("threshold", 0.2), ("image_bits", 65), ("max_images_per_caption", 0)],
+)  # fmt: skip
+def test_settings_out_of_range_are_refused(tmp_path: Path, flag: str, value: float) -> None:
+    write_parts(tmp_path, _rows(5))
+    with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')}"):
+        run(DedupConfig(**{"work": str(tmp_path), flag: value}))

@@ -209,6 +209,11 @@ def test_a_missing_foreign_tar_is_named(foreign: Path) -> None:
         ShardSet.open(f"{foreign}/{{00000..00007}}.tar")
 
 
+def test_braces_that_name_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="count upwards"):
+        ShardSet.open(f"{tmp_path}/{{5..2}}.tar")
+
+
 def test_braces() -> None:
     assert expand_braces("a{08..11}.tar") == ["a08.tar", "a09.tar", "a10.tar", "a11.tar"]
     assert expand_braces("{x,y}{0..1}") == ["x0", "x1", "y0", "y1"]
