@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from core.errors import ConfigError
 from core.progress import Progress
 from core.storage import Folder
+from core.work import locked
 from demo.config import DemoConfig
 from demo.server import DemoServer
 from demo.world import World, make_world, write_urls
@@ -43,17 +44,12 @@ def serve_world(config: DemoConfig) -> Iterator[ServedWorld]:
     if local is None:
         raise ConfigError(f"the demo needs a local work folder, found {config.work}; leave --work out")
     Folder(config.work).make()
-    with Progress("world", config.pictures, "pictures") as progress:
-
-        def report(done: int, total: int) -> None:
-            progress.total = total  # the evaluation's pictures come on top
-            progress.advance(done - progress.done)
-
-        world = make_world(local / "world", seed=config.seed, pictures=config.pictures, progress=report)
-    templates = local / "world" / "templates.txt"
-    templates.write_text("\n".join(world.templates) + "\n", encoding="utf-8")
-    with DemoServer(world.folder, port=_port(world.folder)) as server:
-        (world.folder / "port").write_text(server.base_url.rpartition(":")[2])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked(local / ".demo.lock", str(local), "--work"))  # stages hold `.lock`, one at a time
+        world = _world(config, local)
+        server = stack.enter_context(_served(world.folder))
+        templates = world.folder / "templates.txt"
+        Folder(world.folder).write(templates.name, ("\n".join(world.templates) + "\n").encode())
         overrides = {
             "ingest": {"urls": str(write_urls(world, server.base_url))},
             "eval": {"zero_shot": str(world.eval_dir), "templates": str(templates)},
@@ -61,10 +57,23 @@ def serve_world(config: DemoConfig) -> Iterator[ServedWorld]:
         yield ServedWorld(world, overrides, started)
 
 
-def _port(folder: Path) -> int:
-    """The port of an earlier run: its URLs are in the list, so a continued demo must serve the same ones."""
+def _world(config: DemoConfig, local: Path) -> World:
+    with Progress("world", config.pictures, "pictures") as progress:
+
+        def report(done: int, total: int) -> None:
+            progress.total = total  # the evaluation's pictures come on top
+            progress.advance(done - progress.done)
+
+        return make_world(local / "world", seed=config.seed, pictures=config.pictures, progress=report)
+
+
+@contextlib.contextmanager
+def _served(folder: Path) -> Iterator[DemoServer]:
+    """A server on the port of an earlier run: its URLs are in the list, so a continued demo must serve the same ones."""
     file = folder / "port"
-    return int(file.read_text()) if file.exists() else 0
+    with DemoServer(folder, port=int(file.read_text()) if file.exists() else 0) as server:
+        Folder(folder).write("port", server.base_url.rpartition(":")[2].encode())
+        yield server
 
 
 def summarise(served: ServedWorld, summaries: dict[str, dict[str, Any]]) -> dict[str, Any]:

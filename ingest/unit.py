@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from core.schema import RETRYABLE, Outcome, pair_fields
 from core.storage import Folder
 from ingest import captions, staging, urllist
+from ingest.listfiles import sound
 from ingest.pictures import Picture
 
 if TYPE_CHECKING:
@@ -95,9 +96,14 @@ class Unit:
 def picture_columns(picture: Picture) -> Row:
     """What a picture says of itself, by column."""
     return {
-        **{name: getattr(picture, name) for name in _COPIED}, "outcome": str(picture.outcome), "detail": picture.detail,
-        "bytes": picture.received if picture.sha256 else None,
+        **{name: getattr(picture, name) for name in _COPIED}, "outcome": str(picture.outcome),
+        "detail": _one_line(picture.detail), "bytes": picture.received if picture.sha256 else None,
     }  # fmt: skip
+
+
+def _one_line(words: str | None) -> str | None:
+    """Words of a server or codec, which may hold anything."""
+    return None if words is None else " ".join(sound(words).split())
 
 
 def open_unit(folder: Folder, number: int, unit_id: str, config: IngestConfig) -> Unit | None:

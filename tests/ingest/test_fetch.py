@@ -6,13 +6,15 @@ import hashlib
 import json
 import os
 import signal
+import socketserver
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -92,6 +94,38 @@ def test_every_row_has_its_outcome_and_pictures_are_staged(tmp_path: Path, serve
     twin = found[20 + len(kinds)]
     assert (twin["tar"], twin["tar_offset"]) == (first["tar"], first["tar_offset"]) and twin["uid"] != first["uid"]
     assert server.hits["/pic/3.jpg"] == 1 and server.hits["/pic/99.jpg"] == 0
+
+
+class Rude(socketserver.StreamRequestHandler):
+    """Answers each path with the bytes that the test has put there, right or wrong."""
+
+    answers: ClassVar[dict[str, bytes]] = {}
+
+    def handle(self) -> None:
+        path = self.rfile.readline().split()[1].decode()
+        while self.rfile.readline().strip():
+            pass
+        self.wfile.write(self.answers[path])
+
+
+def test_no_answer_of_a_server_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reason phrases and headers in Latin-1 or worse end up in `detail`, which has to fit into a Parquet column."""
+    answers = {
+        "/reason": (b"HTTP/1.1 404 P\xe1gina no encontrada\r\n\r\n", "http_4xx"),
+        "/coding": (b"HTTP/1.1 200 OK\r\nContent-Encoding: \xe1\r\n\r\nabc", "unsupported"),
+        "/place": (b"HTTP/1.1 302 Found\r\nLocation: /\xe1\r\nContent-Length: 0\r\n\r\n", "bad_url"),
+        "/host": (b"HTTP/1.1 302 Found\r\nLocation: http://n[`Z@/\xe1\r\nContent-Length: 0\r\n\r\n", "bad_url"),
+        "/noise": (b"\xff\x00\r\n\r\n", "connect"),
+    }
+    monkeypatch.setattr(Rude, "answers", {path: answer for path, (answer, _) in answers.items()})
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Rude) as rude:
+        threading.Thread(target=rude.serve_forever, daemon=True).start()
+        base = f"http://127.0.0.1:{rude.server_address[1]}"
+        run(tmp_path, write_list(tmp_path / "list.parquet", [(base + path, path) for path in answers]), retries=0)
+        rude.shutdown()
+    found = parts(tmp_path / "work").to_pylist()
+    assert [row["outcome"] for row in found] == [outcome for _, outcome in answers.values()]
+    assert all(row["detail"] and "\n" not in row["detail"] for row in found)
 
 
 def test_tars_are_plain_sorted_and_dateless(tmp_path: Path, server: Server) -> None:
