@@ -80,7 +80,7 @@ def _make_views(connection: duckdb.DuckDBPyConnection, folder: Folder, views: Co
             ) from error
 
 
-def says(error: duckdb.Error) -> str:
+def says(error: Exception) -> str:
     """DuckDB's complaint on one line, without the piece of our SQL that it points at."""
     return " ".join(str(error).partition("\nLINE ")[0].split())
 

@@ -89,7 +89,15 @@ def _batches(connection: duckdb.DuckDBPyConnection, source: str, config: DedupCo
     uid = "CAST(uid AS VARCHAR)" if "uid" in names else "CAST(NULL AS VARCHAR)"
     column = '"' + config.caption_col.replace('"', '""') + '"'
     reader: Any = connection.sql(f"SELECT {uid} AS uid, CAST({column} AS VARCHAR) AS caption FROM {source}")
-    yield from reader.to_arrow_reader(ROWS)
+    batches = iter(reader.to_arrow_reader(ROWS))
+    while True:
+        try:
+            batch = next(batches, None)
+        except (pa.ArrowException, OSError) as error:  # as which Arrow hands on what DuckDB says of a later row or file
+            raise InputError(f"{config.captions} cannot be read; DuckDB says: {catalog.says(error)}") from error
+        if batch is None:
+            return
+        yield batch
 
 
 def _source(pattern: str) -> str:

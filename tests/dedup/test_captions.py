@@ -237,3 +237,13 @@ def test_captions_as_long_as_pages_are_compared_exactly_and_in_little_memory(wor
     shared = np.array([words, words - 1, words - words // 2, 0])
     assert found == pytest.approx(shared / (2 * words - shared))
     assert peak < 20e6
+
+
+def test_a_table_that_goes_bad_on_the_way_is_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"caption": ["a dog"]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"text": ["a dog"]}), tmp_path / "b.parquet")
+    (tmp_path / "long.csv").write_bytes(b"caption,n\n" + b"a dog,1\n" * 300_000 + b"caf\xe9,2\n")
+    (tmp_path / "long.jsonl").write_text('{"caption": "a dog"}\n' * 300_000 + "{\n")
+    for name in ("*.parquet", "long.csv", "long.jsonl"):
+        with pytest.raises(InputError, match="cannot be read; DuckDB says"):
+            decide(tmp_path / "work", captions=str(tmp_path / name), fresh=True)
