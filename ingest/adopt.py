@@ -125,11 +125,9 @@ class Sample:
     members: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def first(self, extensions: tuple[str, ...]) -> tuple[int, int] | None:
-        """The member with one of `extensions` (`jpg` also finds `image.jpg`)."""
-        for extension, where in self.members.items():
-            if extension.rpartition(".")[2].lower() in extensions:
-                return where
-        return None
+        """The member with one of `extensions` (`jpg` also finds `image.jpg`, but `jpg` itself goes before `mask.jpg`)."""
+        fitting = [name for name in self.members if name.rpartition(".")[2].lower() in extensions]
+        return self.members[min(fitting, key=lambda name: name.count("."))] if fitting else None
 
 
 def adopt_tar(unit: Unit, *, config: AdoptConfig, folder: Folder, tars: list[str]) -> Counter[str]:

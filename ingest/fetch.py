@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import glob
+import itertools
 import logging
 import multiprocessing
 import os
@@ -142,8 +143,9 @@ def unit_id(number: int) -> str:
 
 def spans(rows: list[int], span: int) -> list[Group]:
     """Units of `rows` rows each, in runs of `span`; a run is named by its first unit."""
-    starts = [sum(rows[:number]) for number in range(0, len(rows), span)] + [sum(rows)]
     firsts = range(0, len(rows), span)
+    before = [0, *itertools.accumulate(rows)]
+    starts = [*(before[first] for first in firsts), before[-1]]
     return [Group(unit_id(n), a, b) for n, a, b in zip(firsts, starts, starts[1:], strict=False)]
 
 

@@ -195,3 +195,19 @@ def test_pairs_of_different_tars_never_share_a_uid(tmp_path: Path, about: dict[s
     (tmp_path / "work/ingest/parts/u000001.parquet").unlink()
     assert run(tmp_path, tmp_path / "shards")["pairs"] == 6
     assert parts(tmp_path) == rows
+
+
+def test_the_picture_itself_goes_before_what_lies_beside_it(tmp_path: Path) -> None:
+    members = {
+        "a.mask.png": png(96, 72),
+        "a.image.jpg": picture(1),
+        "a.note.txt": b"beside",
+        "a.jpg": picture(2),
+        "a.txt": b"x",
+    }
+    members |= {"b.image.jpg": picture(3), "b.caption.txt": b"only one"}
+    tar_of(tmp_path / "shards/00000.tar", members)
+    run(tmp_path, tmp_path / "shards")
+    rows = parts(tmp_path)
+    assert [row["caption"] for row in rows] == ["x", "only one"]
+    assert [row["sha256"] for row in rows] == [hashlib.sha256(picture(i)).hexdigest() for i in (2, 3)]
