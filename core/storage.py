@@ -173,11 +173,16 @@ class Folder:
             except Exception as error:  # every store has its own errors for missing keys, names and networks
                 raise StorageError(f"{self.url} cannot be reached: {_words(error)}") from error
             return
-        with storage_errors(self.url):
-            self.local.mkdir(parents=True, exist_ok=True)
-            descriptor, probe = tempfile.mkstemp(prefix=TEMPORARY, dir=self.local)
-            os.close(descriptor)
-            os.unlink(probe)
+        try:
+            with storage_errors(self.url):
+                self.local.mkdir(parents=True, exist_ok=True)
+                descriptor, probe = tempfile.mkstemp(prefix=TEMPORARY, dir=self.local)
+                os.close(descriptor)
+                os.unlink(probe)
+        except OSError as error:  # special file systems answer with any number
+            raise StorageError(
+                f"cannot write {self.url}: {error.strerror}; choose another folder with --work"
+            ) from error
 
     def remove(self, name: str) -> None:
         """Remove a file or a whole subfolder; nothing there is fine."""
@@ -238,6 +243,8 @@ def expand(pattern: str) -> list[str]:
     """
     import fsspec
 
+    if not pattern:
+        raise InputError("expected a file, found an empty name")
     try:
         fs, path = fsspec.core.url_to_fs(pattern)
         # a name that is there is no pattern, whatever brackets it holds

@@ -77,7 +77,7 @@ def test_a_full_disk_is_one_clear_sentence(tmp_path: Path) -> None:
 
 def test_an_unwritable_place_is_one_clear_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    for place in ("file/work", "file", "n" * 300):
+    for place in ("file/work", "file", "n" * 300, "/proc/nothing", "/dev/null/work"):
         with pytest.raises(StorageError, match="cannot write"):
             Folder(tmp_path / place).make()
     with pytest.raises(StorageError, match="cannot be opened: Protocol not known"):
@@ -99,6 +99,8 @@ def test_expand(tmp_path: Path) -> None:
     assert len(expand(f"{tmp_path}/*.csv")) == 3
     with pytest.raises(InputError, match=r"found a folder; name the files in it, as in .*/e.csv/\*"):
         expand(f"{tmp_path}/e.csv")
+    with pytest.raises(InputError, match="empty name"):
+        expand("")
     with pytest.raises(InputError, match="cannot be reached: Protocol not known"):
         expand("nothing://list.csv")
 
