@@ -148,9 +148,10 @@ def _opened(name: str) -> Iterator[IO[bytes]]:
             with gzip.open(raw) as stream:
                 yield cast("IO[bytes]", stream)
         elif name.lower().endswith((".zst", ".zstd")):
-            import zstandard
+            import pyarrow as pa
 
-            frames = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
+            # Arrow's, because that of the package zstandard takes a file cut short for a whole one
+            frames = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
             with io.BufferedReader(cast("io.RawIOBase", frames)) as stream:
                 yield cast("IO[bytes]", stream)
         else:
@@ -161,7 +162,6 @@ def _opened(name: str) -> Iterator[IO[bytes]]:
 def _readable(name: str) -> Iterator[None]:
     """Turn what Arrow, gzip and zstd say about a damaged file into one sentence."""
     import pyarrow as pa
-    import zstandard
 
     try:
         yield
@@ -169,7 +169,6 @@ def _readable(name: str) -> Iterator[None]:
         pa.ArrowException,
         OSError,
         EOFError,
-        zstandard.ZstdError,
         zlib.error,
         csv.Error,
         ValueError,

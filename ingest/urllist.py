@@ -31,7 +31,12 @@ PLAN_COLUMNS = ("row", "uid", "url", "caption_raw")
 _CAPTIONS = b"pairmill.captions"
 MEMORY_GB = 2.0  # for DuckDB's sort; beyond that it spills
 UID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what may name a file; other ids of the source are carried and hashed
-_INTEGER, _DECIMAL = re.compile(r"-?(0|[1-9]\d{0,17})"), re.compile(r"-?\d+(\.\d*)?([eE][-+]?\d+)?")
+# DuckDB type -> the words that it holds without loss. Leading zeros and many digits mean an identifier, not a number.
+_FORMS = {
+    "BIGINT": r"-?(0|[1-9][0-9]{0,17})",
+    "DOUBLE": r"-?(0|[1-9][0-9]{0,14})(\.[0-9]*)?([eE][-+]?[0-9]+)?",
+    "BOOLEAN": r"(?i:true|false)",
+}
 
 
 def write_plan(config: IngestConfig, folder: Folder) -> None:
@@ -105,7 +110,7 @@ def _load(connection: duckdb.DuckDBPyConnection, source: listfiles.ListSource, *
     columns.append(f"nullif({_text(places, source.uid)}, '') AS source_uid")
     for name, own in _own_names(first.schema, source).items():
         kind = _kind(first.column(name)) if guess_types and source.text else ""
-        columns.append(f"{f'CAST(nullif({places[name]}, $$$$) AS {kind})' if kind else places[name]} AS {_quoted(own)}")
+        columns.append(f"{_typed(places[name], kind) if kind else places[name]} AS {_quoted(own)}")
     problems: list[InputError] = []
     reader = pa.RecordBatchReader.from_batches(
         first.rename_columns(list(places.values())).schema,
@@ -155,15 +160,19 @@ def _own_names(schema: pa.Schema, source: listfiles.ListSource) -> dict[str, str
 
 
 def _kind(column: pa.Array[Any]) -> str:
-    """DuckDB type of a text column by its first values; "" for text. Leading zeros mean an identifier, not a number."""
+    """DuckDB type of a text column by its first values; "" for text."""
     values = [v for v in column.to_pylist() if v]
-    if not values:
-        return ""
-    if all(_INTEGER.fullmatch(v) for v in values):
-        return "BIGINT"
-    if all(_DECIMAL.fullmatch(v) and not re.match(r"-?0\d", v) for v in values):
-        return "DOUBLE"
-    return "BOOLEAN" if all(v.lower() in ("true", "false") for v in values) else ""
+    fitting = (kind for kind, form in _FORMS.items() if all(re.fullmatch(form, v) for v in values))
+    return next(fitting, "") if values else ""
+
+
+def _typed(column: str, kind: str) -> str:
+    """SQL for a text column as `kind`; a later word that it does not hold is a ConversionException, because a plain cast
+    would make 2 of 1.5."""
+    return (
+        f"CAST(CASE WHEN coalesce({column}, '') = '' THEN NULL WHEN regexp_full_match({column}, '{_FORMS[kind]}') "
+        f"THEN {column} ELSE 'not ' || {column} END AS {kind})"
+    )
 
 
 def _quoted(name: str) -> str:

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
-import zstandard
 
 from core.errors import InputError
 from core.storage import Folder
@@ -64,7 +63,7 @@ def write(folder: Path, form: str) -> Path:
 def packed(path: Path, ending: str) -> Path:
     data = path.read_bytes()
     target = path.with_name(path.name + ending)
-    target.write_bytes(gzip.compress(data) if ending == ".gz" else zstandard.compress(data))
+    target.write_bytes(gzip.compress(data) if ending == ".gz" else pa.Codec("zstd").compress(data, asbytes=True))
     path.unlink()
     return target
 
@@ -198,6 +197,8 @@ MANY_LINES = b"".join(b"http://a.test/%d\n" % (i * 7919 % 1_000_003) for i in ra
         ({"1.parquet": [1], "2.parquet": None}, "1.parquet in .*2.parquet, found url, caption"),
         ({"1.parquet": [1], "2.parquet": b"junk"}, "2.parquet cannot be read as its ending says"),
         ({"1.txt.gz": gzip.compress(MANY_LINES, 1)[:-100_000]}, "1.txt.gz cannot be read as its ending says"),
+        ({"1.txt.zst": pa.Codec("zstd").compress(MANY_LINES, asbytes=True)[:-20]}, "cannot be read as its ending says"),
+        ({"1.jsonl.zst": pa.Codec("zstd").compress(b'{"url": "u"}', asbytes=True)[:-4]}, "cannot be read as its ending"),
         ({"1.csv": b"x" * 200_000}, "cannot be read as its ending says"),
         ({"1.json": b"[" * 100_000}, "cannot be read as its ending says"),
     ],
@@ -225,6 +226,40 @@ def test_types_that_do_not_hold_to_the_end_become_text(tmp_path: Path) -> None:
     assert table["n"].to_pylist()[-2:] == ["59998", "many"]
     assert table["row"].to_pylist() == list(range(60_000))
     assert table["url"].to_pylist() == [row["url"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        ("7", "1.5"),
+        ("7", "007"),
+        ("7", "1234567890123456789"),
+        ("0.5", "1234567890123456789"),
+        ("0.5", "01.5"),
+        ("true", "1"),
+    ],
+)
+def test_no_word_of_the_list_is_changed_by_its_type(tmp_path: Path, first: str, last: str) -> None:
+    """What types are guessed from is the beginning, which may say nothing of the end."""
+    words = [first] * 20_001 + ["", last]
+    rows = [{"url": f"http://a.test/{i}", "caption": "x", "n": word} for i, word in enumerate(words)]
+    path = tmp_path / "list.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert plan(tmp_path, path)["n"].to_pylist()[-1] == last
+
+
+def test_long_identifiers_are_text(tmp_path: Path) -> None:
+    rows = [
+        {
+            "url": "http://a.test/1",
+            "caption": "x",
+            "id": "1234567890123456789",
+            "n": "123456789012345678",
+            "f": "-1.5e3",
+        }
+    ]
+    row = plan(tmp_path, write_csv(tmp_path / "list.csv", rows)).to_pylist()[0]
+    assert (row["id"], row["n"], row["f"]) == ("1234567890123456789", 123456789012345678, -1500.0)
 
 
 def test_rows_of_one_url_share_a_unit_and_units_are_of_the_wanted_size(tmp_path: Path) -> None:
