@@ -122,8 +122,9 @@ def _fetch_all(config: IngestConfig, stage: Stage) -> dict[str, Any]:
         for _, report in running:
             total.add(report)
             check_success(total, config.min_success, enough=JUDGED_ROWS)
+    summary = staging.summary(stage.folder)
     catalog.write(stage.folder)
-    summary = _judged(config, stage.folder, staging.summary(stage.folder))
+    summary = _judged(config, stage.folder, summary)
     cpu_seconds = total.cpu_seconds + time.process_time() - cpu
     return stage.finish(
         {**summary, "seconds": time.monotonic() - started, "cpu_seconds": cpu_seconds, "units": len(rows)}

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.errors import ConfigError, HardwareError, InputError, RunError, StorageError, WorkFolderError
+from core.errors import ConfigError, DataError, HardwareError, InputError, RunError, StorageError, WorkFolderError
 from core.images import decode, read_header
 from core.schema import Outcome, pair_fields
 from core.storage import Folder
@@ -231,7 +231,12 @@ def test_a_part_that_got_lost_is_fetched_again(tmp_path: Path, server: Server) -
     run(tmp_path, urls, unit_urls=4, size=NO_RESIZE)
     before, hits = outputs(tmp_path / "work"), server.hits.total()
     lost = pq.read_table(tmp_path / "work/ingest/parts/u000001.parquet").num_rows
-    (tmp_path / "work/ingest/parts/u000001.parquet").unlink()
+    part = tmp_path / "work/ingest/parts/u000001.parquet"
+    part.write_bytes(part.read_bytes()[:-9])
+    (tmp_path / "work/ingest/done.json").unlink()
+    with pytest.raises(DataError, match=r"u000001.*delete it and run"):
+        run(tmp_path, urls, unit_urls=4, size=NO_RESIZE)
+    part.unlink()
     assert run(tmp_path, urls, unit_urls=4, size=NO_RESIZE)["rows"] == 12
     assert server.hits.total() == hits + lost
     after = outputs(tmp_path / "work")
