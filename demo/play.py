@@ -101,7 +101,7 @@ def render(summary: dict[str, Any]) -> RenderableType:
     rows = summary["funnel"]["rows"]
     for name, count in summary["funnel"].items():
         words = "" if count <= rows else f"each sample {count / summary['samples']:.0f} times"
-        funnel.add_row(f"[bold]{name}", f"{count:,}", "█" * round(48 * min(count / rows, 1)), words)
+        funnel.add_row(f"[bold]{name}", f"{count:,}", "█" * round(30 * min(count / rows, 1)), words)
     zero_shot = summary["zero_shot"]
     times = zero_shot["accuracy"] / zero_shot["chance"]
     return Group(
