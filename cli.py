@@ -101,13 +101,16 @@ def _print(module: Any, summary: Summary) -> None:
     Console().print(rendered)
 
 
-def run_stages(configs: dict[str, StageConfig]) -> dict[str, Summary]:
-    """Run the stages of a recipe in order; each skips what it has already done."""
+def run_recipe(
+    path: str, *, common: dict[str, Any], overrides: dict[str, dict[str, Any]] | None = None
+) -> dict[str, Summary]:
+    """Run the stages of a recipe in order; each skips what it has already done. `common` and `overrides` win over it."""
     from rich.console import Console
 
     console = Console(stderr=True)
     summaries: dict[str, Summary] = {}
-    for name, config in configs.items():
+    stages = {name: config for name, (config, _) in STAGES.items()}
+    for name, config in load_recipe(path, stages, common=common, overrides=overrides).items():
         console.rule(f"[bold]{name}", align="left")
         started = time.monotonic()
         summary = _stage(STAGES[name][1])(config)
@@ -127,7 +130,7 @@ def run(
     """Run a recipe: ingest, dedup, shard, train, eval, report, skipping what is finished."""
     given = {"work": work, "workers": workers, "engine": engine, "fresh": fresh or None}
     common = {name: value for name, value in given.items() if value is not None}
-    summaries = run_stages(load_recipe(recipe, {n: c for n, (c, _) in STAGES.items()}, common=common))
+    summaries = run_recipe(recipe, common=common)
     if json:
         print(jsonlib.dumps(summaries, default=str))
     else:
@@ -141,8 +144,7 @@ def _demo(config: DemoConfig) -> Summary:
     with serve_world(config) as served:
         recipe = str(Path(__file__).parent / "demo" / "recipe.toml")
         common = {"work": config.work, "workers": config.workers, "engine": config.engine, "fresh": config.fresh}
-        stages = {n: c for n, (c, _) in STAGES.items()}
-        summaries = run_stages(load_recipe(recipe, stages, common=common, overrides=served.overrides))
+        summaries = run_recipe(recipe, common=common, overrides=served.overrides)
     return summarise(served, summaries)
 
 

@@ -96,10 +96,6 @@ def run_units(
             )
 
 
-def _advance(progress: Progress, counts: dict[str, int]) -> None:
-    progress.advance(counts.pop("", 0), counts=counts)
-
-
 def _in_this_process(todo: Sequence[Unit], task: Task, progress: Progress) -> Iterator[tuple[Unit, Any]]:
     with _collecting(queue.Queue(), progress) as outbox:
         _start_worker(outbox)
@@ -171,7 +167,7 @@ class _collecting:
 
     def _run(self) -> None:
         while (counts := self.outbox.get()) is not None:
-            _advance(self.progress, counts)
+            self.progress.advance(counts.pop("", 0), counts=counts)
 
     def __enter__(self) -> Any:
         self._thread.start()

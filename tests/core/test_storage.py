@@ -108,9 +108,9 @@ def test_expand(tmp_path: Path) -> None:
 def test_an_object_store_is_asked_each_time() -> None:
     """A listing that this process remembers would hide the parts that its workers write."""
     pytest.importorskip("s3fs")
-    fs, _ = Folder("s3://bucket/work")._remote("ingest/parts")
-    fs.dircache["bucket/work/ingest/parts"] = []
-    assert "bucket/work/ingest/parts" not in fs.dircache
+    fs, _ = Folder("s3://bucket/mill")._remote("ingest/parts")
+    fs.dircache["bucket/mill/ingest/parts"] = []
+    assert "bucket/mill/ingest/parts" not in fs.dircache
 
 
 def test_publishing_is_visible_only_whole(tmp_path: Path) -> None:
