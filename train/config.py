@@ -64,6 +64,11 @@ class TrainConfig(StageConfig):
     """Smallest share of a picture's area that a random crop keeps; 1 turns random crops off (middle square)."""
     flip: bool = setting(False)
     """Mirror half of the pictures. Wrong for captions that say left or right, or pictures with writing."""
+    jitter: float = setting(0.0)
+    """Strength of random changes of brightness, contrast, saturation and hue, 0 to 1 (SimCLR's scale: 0.4 is usual for
+    CLIP on few pictures). Wrong where captions name colours."""
+    gray: float = setting(0.0)
+    """Share of pictures shown without colour. 0.2 is usual beside `jitter`."""
     patch_dropout: float = setting(0.0)
     """Share of image patches dropped in training (FLIP): 0.5 nearly halves the image tower's work."""
     decode: Literal["auto", "cpu", "dali"] = setting("auto", stable=False)

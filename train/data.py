@@ -4,9 +4,9 @@ Shape letters: b samples of this rank, C = 3 colours, S side of the square, L lo
 
     BatchReader (threads) -> [queue] -> decode + tokenise (one thread that drives the decoder's pool) -> [queue] -> loop
 
-Every random choice (which caption, which window, mirrored or not) is drawn from (seed, epoch, uid) alone, so it is the
-same for any back-end, thread count and number of ranks. A picture that cannot be decoded becomes a grey one with
-valid = False, and a row in quarantine.jsonl.
+Every random choice (which caption, which window, mirrored or not, which colours) is drawn from (seed, epoch, uid) alone,
+so it is the same for any back-end, thread count and number of ranks. A picture that cannot be decoded becomes a grey one
+with valid = False, and a row in quarantine.jsonl.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from core import images
 from core.errors import ConfigError, ImageError, RunError
 from core.metrics import Jsonl, Series
 from shardkit.reader import BatchReader, EpochOrder, Sample, ShardSet
+from train.colour import random_colour
 from train.decode_cpu import Decoder, Picture, View, middle_view, random_view
 from train.tokenizer import Tokenizer
 from train.towers import trim
@@ -99,19 +100,23 @@ def middle_of(sample: Sample, width: int, height: int) -> tuple[View, int]:
 
 @dataclass(frozen=True)
 class Augment:
-    """Random window and caption of a training epoch, drawn from (seed, epoch, uid)."""
+    """Random window, colours and caption of a training epoch, drawn from (seed, epoch, uid)."""
 
     seed: int
     epoch: int
     crop: float
     flip: bool
+    jitter: float = 0.0
+    gray: float = 0.0
 
     def __call__(self, sample: Sample, width: int, height: int) -> tuple[View, int]:
         draw = Random(xxhash.xxh3_64_intdigest(f"{self.seed}/{self.epoch}/{sample.uid}".encode()))
         caption = int(draw.random() * len(sample.captions))
         if self.crop >= 1:
-            return middle_view(width, height)._replace(flip=self.flip and draw.random() < 0.5), caption
-        return random_view(width, height, draw, self.crop, self.flip), caption
+            view = middle_view(width, height)._replace(flip=self.flip and draw.random() < 0.5)
+        else:
+            view = random_view(width, height, draw, self.crop, self.flip)
+        return view._replace(colour=random_colour(draw, self.jitter, self.gray)), caption
 
 
 @dataclass
@@ -211,12 +216,14 @@ class Loader:
         stop: int,
         crop: float,
         flip: bool,
+        jitter: float = 0.0,
+        gray: float = 0.0,
     ) -> None:
         if plan.batch_size % ranks:
             raise ConfigError(f"batch_size {plan.batch_size} cannot be shared equally by {ranks} ranks; change either.")
         self.plan, self.preparer, self.quarantine = plan, preparer, quarantine
         self.rank, self.ranks, self.start, self.stop = rank, ranks, start, stop
-        self.crop, self.flip = crop, flip
+        self.crop, self.flip, self.jitter, self.gray = crop, flip, jitter, gray
         self.waits = Waits()
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(QUEUE_DEPTH)
         self._closed = threading.Event()
@@ -257,7 +264,7 @@ class Loader:
     def _one_epoch(self, epoch: int) -> bool:
         """Whether anyone still wants batches."""
         first = epoch * self.plan.steps_per_epoch
-        view_of = Augment(self.plan.seed, epoch, self.crop, self.flip)
+        view_of = Augment(self.plan.seed, epoch, self.crop, self.flip, self.jitter, self.gray)
         begin = max(0, self.start - first)
         with BatchReader(self.plan.shard_set, self.plan.order(epoch), self.rank, self.ranks, begin) as reader:
             batches = iter(reader)

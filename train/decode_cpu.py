@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from core import images
 from core.errors import ImageError
+from train.colour import Colour, recolour
 
 GREY = 128  # of the placeholder that stands in for a picture that cannot be decoded
 
@@ -29,13 +30,14 @@ WINDOW_TRIES = 10
 
 
 class View(NamedTuple):
-    """A window of the upright picture in its pixels, and whether it is mirrored."""
+    """A window of the upright picture in its pixels, whether it is mirrored, and how its colours are changed."""
 
     left: int
     top: int
     width: int
     height: int
     flip: bool = False
+    colour: Colour | None = None
 
 
 class Picture(NamedTuple):
@@ -85,12 +87,12 @@ def random_view(width: int, height: int, draw: Random, smallest: float, flip: bo
 
 
 def render(picture: Picture, size: int) -> Tensor:
-    """The window of one picture as uint8 (C, S, S). ImageError where the picture cannot be decoded whole.
+    """The window of one picture in its own colours as uint8 (C, S, S). ImageError where the picture cannot be decoded whole.
 
     Decoded at full size always: libjpeg's decode at a fraction of it (500 to 64 pixels) gained 20 % and moved pixels
     by 2.1/255 on the mean, more than two back-ends may differ; shards hold pictures near the training size anyway.
     """
-    left, top, width, height, flip = picture.view
+    left, top, width, height, flip, _ = picture.view
     pixels = images.decode(picture.data, picture.header)[top : top + height, left : left + width]
     if not pixels.flags.writeable:  # Pillow's memory, which torch takes only under a warning
         pixels = pixels.copy()
@@ -115,6 +117,7 @@ class CpuDecoder:
             if picture is not None:
                 try:
                     pixels_BCSS[i] = render(picture, self.size)
+                    recolour(pixels_BCSS[i : i + 1], [picture.view.colour])
                 except ImageError as error:
                     return error.detail
             return None

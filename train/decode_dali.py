@@ -1,6 +1,6 @@
 """The same pixels from DALI: one graph, on the GPU's decoders ("mixed") or on the CPU.
 
-    external_source (bytes, window, mirror) -> decoders.image_slice -> resize -> flip -> transpose
+    external_source (bytes, window, mirror) -> decoders.image_slice -> resize -> flip -> transpose (-> recolour, in torch)
 
 DALI gives up on a batch when one picture is bad, and the pipeline is dead from then on; a JPEG that ends early it fills
 with grey and says nothing. So a picture without its end marker is looked at before the batch, a batch that failed is
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from core import images
 from core.errors import HardwareError, ImageError
+from train.colour import recolour
 from train.decode_cpu import GREY, CpuDecoder, Picture, View, middle_view
 
 if TYPE_CHECKING:
@@ -109,9 +110,9 @@ class DaliDecoder:
         for name, values in feeds.items():
             self._pipeline.feed_input(name, values)
         out: Any = self._pipeline.run()[0]
-        if self.device.type == "cpu":
-            return torch.from_numpy(np.array(out.as_array()))
-        return self._copied(out)
+        pixels = torch.from_numpy(np.array(out.as_array())) if self.device.type == "cpu" else self._copied(out)
+        recolour(pixels, [view.colour for view in views])
+        return pixels
 
     def _copied(self, out: Any) -> Tensor:
         from nvidia.dali.plugin.pytorch import feed_ndarray

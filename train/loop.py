@@ -101,6 +101,7 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
     loader = Loader(
         plan, preparer, Quarantine(home / "quarantine.jsonl", ranks.rank, config.max_bad),
         rank=ranks.rank, ranks=ranks.size, start=start, stop=total, crop=config.crop, flip=config.flip,
+        jitter=config.jitter, gray=config.gray,
     )  # fmt: skip
     meter = Meter(ranks, loader, shape, peak_flops(ranks, config.precision), Jsonl(home / "metrics.jsonl"))
     trainer = Trainer(config, ranks, home, model, optimizer, meter, evaluator, fixed, total)

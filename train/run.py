@@ -83,8 +83,9 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(f"expected at least one epoch or step, found epochs {config.epochs} and steps 0")
     if not 0 < config.crop <= 1:
         raise ConfigError(f"expected a crop in (0, 1], the share of a picture's area to keep, found {config.crop}")
-    if not 0 <= config.max_bad <= 1:
-        raise ConfigError(f"expected max_bad in [0, 1], a share of the pictures, found {config.max_bad}")
+    for name in ("max_bad", "jitter", "gray"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise ConfigError(f"expected {name} in [0, 1], found {getattr(config, name)}")
 
 
 def check_share(config: TrainConfig, ranks: int) -> None:

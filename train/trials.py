@@ -145,6 +145,7 @@ class Bench:
                 self.plan, Preparer(decoder, Tokenizer(), self.shape.context),
                 Quarantine(Path(folder) / "quarantine.jsonl", 0, 1.0), rank=0, ranks=1,
                 start=epoch * self.plan.steps_per_epoch, stop=ENDLESS, crop=config.crop, flip=config.flip,
+                jitter=config.jitter, gray=config.gray,
             )  # fmt: skip
             with loader:
                 yield loader

@@ -264,6 +264,8 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_written(work: Pa
         ({"ranks": 5}, ConfigError, "24 cannot be shared equally by 5 ranks; use --batch-size 20 or 25"),
         ({"model": "test-23"}, ConfigError, "did you mean 'test-32'"),
         ({"crop": 0.0}, ConfigError, r"crop in \(0, 1\]"),
+        ({"gray": 1.5}, ConfigError, r"gray in \[0, 1\], found 1.5"),
+        ({"jitter": math.nan}, ConfigError, r"jitter in \[0, 1\]"),
         ({"batch_size": 0}, ConfigError, "batch_size of at least 1"),
         ({"device": "cuda"}, HardwareError, "--device cpu"),
         ({"batch_size": 1000}, InputError, "at least one batch of 1000 samples, found 100"),
