@@ -136,11 +136,17 @@ def wrap(model: nn.Module, ranks: World) -> nn.Module:
     """DDP around the model when there are several ranks. Gradients are averaged, as `train.loss` expects."""
     from torch.nn.parallel import DistributedDataParallel
 
+    from train.comm import watch_gradients
+
     model = model.to(ranks.device)
     if ranks.size == 1:
         return model
     device_ids = [ranks.device.index] if ranks.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(
+        model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
+    )
+    watch_gradients(wrapped)
+    return wrapped
 
 
 def barrier() -> None:

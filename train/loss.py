@@ -33,6 +33,8 @@ import torch.distributed.nn.functional as dist_nn
 from torch import Tensor
 from torch.nn import functional as F
 
+from train.comm import CLOCK
+
 # Side of a tile. On CPUs one that stays in the second-level cache beside its operands; on GPUs one that fills the card.
 TILE_CPU = 512
 TILE_GPU = 4096
@@ -318,6 +320,7 @@ def _gather(
     return Stripe(img, _all_gather(txt, pg), rank * img.shape[0], valid_b, valid_B, group_b, group_B, tile)
 
 
+@CLOCK.timed()
 def _all_gather(x: Tensor, pg: dist.ProcessGroup | None) -> Tensor:
     world = _world(pg)
     if world == 1:
@@ -327,6 +330,7 @@ def _all_gather(x: Tensor, pg: dist.ProcessGroup | None) -> Tensor:
     return out
 
 
+@CLOCK.timed()
 def _all_reduce(x: Tensor, pg: dist.ProcessGroup | None, op: Any = None) -> None:
     if _world(pg) > 1:
         dist.all_reduce(x, op=op or dist.ReduceOp.SUM, group=pg)
@@ -344,6 +348,7 @@ def _merge_columns(col_lse: Tensor, pg: dist.ProcessGroup | None) -> Tensor:
     return total.log_().add_(base)
 
 
+@CLOCK.timed()
 def _send_home(grad_BD: Tensor, pg: dist.ProcessGroup | None) -> Tensor:
     """Sum over ranks of the gradient of all texts; each rank receives the part of its own."""
     world = _world(pg)

@@ -1,9 +1,10 @@
 """What a run measures of itself, on every rank: waits, rate, share of the machine's peak; one row a log interval.
 
-Each step's time is split where it passes: waiting for a decoded batch, copying it to the device, computing (the
-collectives included, which overlap with it). Only these three count, so evaluation, checkpoints and the first steps of
-a process are in no rate. Where the decoder itself waits for bytes is measured too, but that costs the run nothing
-unless the loop waits as well.
+Each step's time is split where it passes: waiting for a decoded batch, copying it to the device, computing. Only these
+three count, so evaluation, checkpoints and the first steps of a process are in no rate. Two more say what they hold:
+`comm`, the part of computing in which collectives held the rank up, and `own`, the step without that part, which is
+longest on the rank that the others wait for. Where the decoder itself waits for bytes is measured too, but that costs
+the run nothing unless the loop waits as well.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import xxhash
 
 from core.metrics import Jsonl, Series
+from train.comm import CLOCK
 from train.data import Batch, Loader
 from train.distributed import World, gather_objects
 from train.models import ModelConfig, flops_per_pair
@@ -46,7 +48,8 @@ class Meter:
     def __init__(self, ranks: World, loader: Loader, model: ModelConfig, peak_flops: float, file: Jsonl) -> None:
         self.ranks, self.loader, self.model, self.peak_flops, self.file = ranks, loader, model, peak_flops, file
         self.batch_size = loader.plan.batch_size
-        self.h2d, self.compute = Series(), Series()
+        self.h2d, self.compute, self.comm = Series(), Series(), Series()
+        CLOCK.take()  # what another run of this process, or an evaluation, left
         self.interval = Interval()
         self.last: dict[str, Any] = {}
         self._warm = max(0, min(WARM_STEPS, loader.stop - loader.start - 1))  # of a run of one step, that step
@@ -62,6 +65,7 @@ class Meter:
 
     def add(self, batch: Batch, loss: float, accuracy: float | None, norm: float, finite: bool) -> None:
         """One step is over."""
+        self.comm.add(CLOCK.take())
         now = self.interval
         now.hashes.append(sum(xxhash.xxh3_64_intdigest(uid.encode()) for uid in batch.uids))
         now.positions += int(batch.tokens_bL.argmax(dim=1).sum()) + len(batch.uids)
@@ -76,9 +80,10 @@ class Meter:
 
     def row(self, step: int, *, lr: float, scale: float) -> dict[str, Any]:
         """Gather the interval from all ranks, write its row (rank 0), start a new one. Every rank must call it."""
-        places = {"decode": self.loader.waits.decode, "h2d": self.h2d, "compute": self.compute,
+        places = {"decode": self.loader.waits.decode, "h2d": self.h2d, "compute": self.compute, "comm": self.comm,
                   "reader": self.loader.waits.reader, "decode_busy": self.loader.waits.decode_busy}  # fmt: skip
         mine = {name: list(series.values) for name, series in places.items()}
+        mine["own"] = own_seconds(mine)
         for series in places.values():
             series.take()
         now, self.interval = self.interval, Interval()
@@ -102,7 +107,7 @@ class Meter:
             "pairs_per_s": rate,
             "wait_share": wait_share,
             "mfu": self._mfu(rate, text_len),
-            "waits": {name: _over_ranks([t[name] for t in times]) for name in places},
+            "waits": {name: _over_ranks([t[name] for t in times]) for name in (*places, "own")},
             "queue": sum(queued) / len(queued),
             "ranks": self.ranks.size,
             "text_len": text_len,
@@ -143,6 +148,12 @@ class Meter:
 
     def _mfu(self, rate: float | None, text_len: float) -> float | None:
         return rate * flops_per_pair(self.model, text_len) / self.peak_flops if rate and self.peak_flops else None
+
+
+def own_seconds(times: dict[str, list[float]]) -> list[float]:
+    """Of each step, what this rank needed itself, without waiting for the others in collectives."""
+    steps = zip(*(times[place] for place in (*LOOP_PLACES, "comm")), strict=True)
+    return [decode + h2d + compute - comm for decode, h2d, compute, comm in steps]
 
 
 def _mean(values: list[float]) -> float | None:
