@@ -3,6 +3,7 @@
 #   make test    set up and pass the tests
 #   make check   format, lint, types, lock file, import rule
 #   make bench   every bench that needs no heavy peer
+#   make peers   side environments for the packages we are measured against, and the benches beside them (3 GB, network)
 #   make lock    renew requirements.lock from what is installed now
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 EXTRAS := dev,dali,s3
 # Set PAIRMILL_REAL_DATA to the folder of the real data sets to run the tests marked realdata as well.
 
-.PHONY: setup demo test check bench lock clean flickr8k
+.PHONY: setup demo test check bench peers lock clean flickr8k
 
 setup: $(VENV)/.ready
 
@@ -36,6 +37,9 @@ check: setup
 
 bench: setup
 	for b in dedup loss; do $(BIN)/python -m bench.$$b --json || exit 1; done
+
+peers: setup
+	$(BIN)/python -m bench.peers all
 
 flickr8k: setup
 	@test -n "$(DATA)" || { echo "say where Flickr8k lies: make flickr8k DATA=/path/to/flickr8k"; exit 1; }
