@@ -22,7 +22,8 @@ from core.errors import ConfigError, HardwareError
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    import torch.distributed as dist
+    from torch import Tensor, nn
 
 log = logging.getLogger("pairmill.train")
 
@@ -164,6 +165,33 @@ def gather_objects(value: Any) -> list[Any]:
         return [value]
     out: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(out, value)
+    return out
+
+
+def gather_rows(x_b: Tensor, pg: dist.ProcessGroup | None = None) -> Tensor:
+    """The rows of all ranks, in rank order, on every rank; each must pass equally many."""
+    import torch.distributed as dist
+
+    world = dist.get_world_size(pg) if dist.is_initialized() else 1
+    if world == 1:
+        return x_b
+    out = x_b.new_empty(world * x_b.shape[0], *x_b.shape[1:])
+    # torch renamed both collectives in 2.13; the older names warn there.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, x_b.contiguous(), group=pg)
+    return out
+
+
+def scatter_sum(x_B: Tensor, pg: dist.ProcessGroup | None = None) -> Tensor:
+    """The sum over ranks, of which each receives the rows that `gather_rows` would have taken from it."""
+    import torch.distributed as dist
+
+    world = dist.get_world_size(pg) if dist.is_initialized() else 1
+    if world == 1:
+        return x_B
+    out = x_B.new_empty(x_B.shape[0] // world, *x_B.shape[1:])
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out, x_B.contiguous(), group=pg)
     return out
 
 

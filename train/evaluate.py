@@ -32,7 +32,7 @@ from core.storage import Folder
 from shardkit.reader import Sample, ShardSet
 from train.config import EvalConfig
 from train.data import Batch, Preparer, make_decoder, middle_of
-from train.distributed import World, choose_device
+from train.distributed import World, choose_device, gather_rows
 from train.export import load_weights, run_folder
 from train.models import ModelConfig
 from train.tokenizer import Tokenizer
@@ -132,15 +132,11 @@ def _gathered(own_n: Tensor, total: int, ranks: World) -> Tensor:
     """Rows that were dealt out in turn (row i on rank i mod N), together again on every rank."""
     if ranks.size == 1:
         return own_n
-    import torch.distributed as dist
-
     most = -(-total // ranks.size)
     kind = own_n.dtype
     padded = own_n.to(torch.uint8) if kind == torch.bool else own_n
     padded = torch.cat([padded, padded.new_zeros(most - len(padded), *padded.shape[1:])])
-    everything = padded.new_empty(ranks.size * most, *padded.shape[1:])
-    dist.all_gather_into_tensor(everything, padded.contiguous())
-    dealt = everything.view(ranks.size, most, *padded.shape[1:]).transpose(0, 1)
+    dealt = gather_rows(padded).view(ranks.size, most, *padded.shape[1:]).transpose(0, 1)
     return dealt.reshape(ranks.size * most, *padded.shape[1:])[:total].to(kind)
 
 

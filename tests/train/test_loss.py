@@ -1,10 +1,11 @@
-"""The sharded loss equals the full matrix: value and every gradient, on 1, 2 and 4 real ranks, with and without masks.
+"""The sharded loss equals the full matrix: value and every gradient, on 1 to 4 real ranks, with and without masks.
 
 Everything runs in fp64, through a small CLIP inside DDP, so that what is compared is what the optimiser would see.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,13 +24,14 @@ from train.loss import (
     clip_loss,
     clip_loss_and_accuracy,
     full_loss,
+    full_siglip_loss,
     local_loss,
     siglip_loss,
 )
 from train.models import MODELS
 from train.towers import CLIP
 
-BATCH = 16
+BATCH = 12
 TOLERANCE = 1e-9
 SHAPE = replace(MODELS["test-32"], vocab=64, context=12)
 
@@ -58,11 +60,12 @@ def make_masks(kind: str) -> dict[str, Tensor | None]:
     return {"valid": valid, "group": None if kind == "none" else group}
 
 
-def reference(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
+def reference(kind: str, siglip: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of one process that holds the whole batch and the whole matrix."""
-    model, masks = make_model(), make_masks(kind)
+    model, masks = make_model(siglip), make_masks(kind)
     img, txt = model(*make_batch())
-    loss = full_loss(img, txt, model.logit_scale, valid_B=masks["valid"], group_B=masks["group"])
+    plain = full_siglip_loss if siglip else full_loss
+    loss = plain(img, txt, *model.loss_scalars(), valid_B=masks["valid"], group_B=masks["group"])
     loss.backward()
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
@@ -93,14 +96,17 @@ def rank_gradients(world: int, name: str, kind: str, micro: int | None) -> tuple
     own = slice(rank * share, (rank + 1) * share)
     masks = {k: None if v is None else v[own] for k, v in make_masks(kind).items()}
 
-    def loss_fn(img: Tensor, txt: Tensor, log_scale: Tensor) -> Tensor:
+    def loss_fn(img: Tensor, txt: Tensor, *scalars: Tensor) -> Tensor:
+        more: dict[str, Any] = {"valid_b": masks["valid"], "group_b": masks["group"], "pg": pg}
         if name == "frozen gather":
-            return frozen_gather_loss(img, txt, log_scale, pg)
+            return frozen_gather_loss(img, txt, *scalars, pg)
         if name == "local":
-            return local_loss(img, txt, log_scale, valid_b=masks["valid"], group_b=masks["group"], pg=pg)
-        return clip_loss(img, txt, log_scale, valid_b=masks["valid"], group_b=masks["group"], tile=3, pg=pg)
+            return local_loss(img, txt, *scalars, **more)
+        if name.startswith("siglip"):
+            return siglip_loss(img, txt, *scalars, tile=3, ring=name == "siglip ring", **more)
+        return clip_loss(img, txt, *scalars, tile=3, **more)
 
-    model = DistributedDataParallel(make_model(), process_group=pg, broadcast_buffers=False)
+    model = DistributedDataParallel(make_model(name.startswith("siglip")), process_group=pg, broadcast_buffers=False)
     pixels, tokens = make_batch()
     loss = gradcache_step(model, pixels[own], tokens[own], loss_fn, micro)
     return loss, {n: p.grad for n, p in model.module.named_parameters() if p.grad is not None}
@@ -124,21 +130,24 @@ def answers(ranks: Ranks, *case: Any) -> Answers:
     return [answer for answer in ranks.run(rank_gradients, *case) if answer is not None]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", ["tile", "siglip", "siglip ring"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", ["none", "both", "empty rank"])
-def test_ranks_equal_full_batch(ranks: Ranks, world: int, kind: str) -> None:
-    loss, truth = reference(kind)
-    found = answers(ranks, world, "tile", kind, None)
+def test_ranks_equal_full_batch(ranks: Ranks, name: str, world: int, kind: str) -> None:
+    loss, truth = reference(kind, name != "tile")
+    found = answers(ranks, world, name, kind, None)
     assert len(found) == world
     for own_loss, grads in found:
         assert abs(own_loss - loss) <= TOLERANCE * abs(loss)
         assert worst_error(grads, truth) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("world", "micro", "kind"), [(2, 1, "both"), (2, 3, "none"), (2, 8, "both"), (4, 3, "both")])
-def test_gradcache_on_ranks_equals_full_batch(ranks: Ranks, world: int, micro: int, kind: str) -> None:
-    loss, truth = reference(kind)
-    for own_loss, grads in answers(ranks, world, "tile", kind, micro):
+@pytest.mark.parametrize("name", ["tile", "siglip", "siglip ring"])
+@pytest.mark.parametrize(("world", "micro", "kind"), [(2, 1, "both"), (2, 4, "none"), (3, 3, "both"), (4, 2, "both")])
+def test_gradcache_on_ranks_equals_full_batch(ranks: Ranks, name: str, world: int, micro: int, kind: str) -> None:
+    """Also where the last micro-batch is smaller than the others."""
+    loss, truth = reference(kind, name != "tile")
+    for own_loss, grads in answers(ranks, world, name, kind, micro):
         assert abs(own_loss - loss) <= TOLERANCE * abs(loss)
         assert worst_error(grads, truth) <= TOLERANCE
 
@@ -158,8 +167,9 @@ def test_the_comparison_catches_a_gather_without_gradients(ranks: Ranks) -> None
     assert worst_error(found[0][1], truth) > 1e-2
 
 
-def test_a_batch_without_any_valid_pair_is_zero_not_nan(ranks: Ranks) -> None:
-    for loss, grads in answers(ranks, 4, "tile", "nothing", None):
+@pytest.mark.parametrize("name", ["tile", "siglip", "siglip ring"])
+def test_a_batch_without_any_valid_pair_is_zero_not_nan(ranks: Ranks, name: str) -> None:
+    for loss, grads in answers(ranks, 4, name, "nothing", None):
         assert loss == 0
         assert all(bool((grad == 0).all()) for grad in grads.values())
 
@@ -240,40 +250,24 @@ def test_accuracy_counts_images_that_find_their_caption() -> None:
     assert clip_loss_and_accuracy(eye, texts, torch.tensor(1.0), valid_b=valid)[1] == 1.0
 
 
-def siglip_reference(img: Tensor, txt: Tensor, log_scale: Tensor, bias: Tensor, valid: Tensor, group: Tensor) -> Tensor:
-    eye = torch.eye(len(img), dtype=torch.bool)
-    logits = log_scale.exp() * img @ txt.T + bias
-    counts = valid[:, None] & valid & (eye | (group[:, None] != group))
-    terms = F.softplus(logits.where(~eye, -logits))
-    return terms[counts].sum() / valid.sum()
+@pytest.mark.parametrize("loss_fn", [full_siglip_loss, siglip_loss])
+def test_a_worked_example_of_siglip(loss_fn: Callable[..., Tensor]) -> None:
+    """Two pairs at right angles, scale e, bias -1: positives at logit e - 1, negatives at -1, summed over two images."""
+    eye = torch.eye(2, dtype=torch.float64)
+    loss = loss_fn(eye, eye, torch.tensor(1.0), torch.tensor(-1.0))
+    assert float(loss) == pytest.approx(math.log1p(math.exp(1 - math.e)) + math.log1p(math.exp(-1)), rel=1e-6)
 
 
-def siglip_rank(world: int) -> Any:
-    pg = first_ranks(world)
-    if pg is None:
-        return None
-    img, txt = embeddings(16)
-    own = slice(dist.get_rank(pg) * 16 // world, (dist.get_rank(pg) + 1) * 16 // world)
-    scalars = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (2.3, -3.0)]
-    valid, group = torch.arange(16) % 6 != 1, torch.arange(16) % 9
-    leaves = [img[own], txt[own], *scalars]
-    loss = siglip_loss(*leaves, valid_b=valid[own], group_b=group[own], tile=3, pg=pg)
-    grads = torch.autograd.grad(loss, leaves)
-    for grad in grads[2:]:
-        dist.all_reduce(grad, group=pg)
-    return loss.detach(), *(grad / world for grad in grads)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_siglip_on_ranks_equals_full_batch(ranks: Ranks, world: int) -> None:
-    img, txt = embeddings(16)
-    scalars = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (2.3, -3.0)]
-    valid, group = torch.arange(16) % 6 != 1, torch.arange(16) % 9
-    truth = siglip_reference(img, txt, *scalars, valid, group)
-    expected = torch.autograd.grad(truth, [img, txt, *scalars])
-    found = [answer for answer in ranks.run(siglip_rank, world) if answer is not None]
-    for part, answer in enumerate(found):
-        own = slice(part * 16 // world, (part + 1) * 16 // world)
-        torch.testing.assert_close(answer[0], truth.detach(), rtol=1e-9, atol=0)
-        for ours, theirs in zip(answer[1:], [expected[0][own], expected[1][own], *expected[2:]], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_masks_in_some_tiles_only(name: str) -> None:
+    """Tiles that hold nothing to mask skip the mask: one bad pair and one repeated picture, each in a tile of its own."""
+    img, txt = embeddings()
+    scalars = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (2.0, -3.0)[: 1 + (name == "siglip")]]
+    valid, group = torch.arange(37) != 12, torch.arange(37)
+    group[30] = 2
+    ours, plain = (clip_loss, full_loss) if name == "clip" else (siglip_loss, full_siglip_loss)
+    loss, grads = gradients(lambda *x: ours(*x, valid_b=valid, group_b=group, tile=5), img, txt, *scalars)
+    truth, expected = gradients(lambda *x: plain(*x, valid_B=valid, group_B=group), img, txt, *scalars)
+    torch.testing.assert_close(loss, truth, rtol=1e-12, atol=0)
+    for mine, theirs in zip(grads, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
