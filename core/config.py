@@ -155,6 +155,8 @@ def build(cls: type[Config], values: Mapping[str, Any], *, where: str) -> Config
 def _checked(value: Any, hint: Any, name: str) -> Any:
     if typing.get_origin(hint) is tuple:
         inner = typing.get_args(hint)[0]
+        if type(value) in (int, float):  # `size = 224` in a recipe is a list of one
+            value = [value]
         if isinstance(value, str) or not isinstance(value, Iterable):
             raise ConfigError(f"{name}: expected a list, found {value!r}")
         return tuple(_checked(v, inner, name) for v in value)

@@ -131,9 +131,9 @@ def decision_schema() -> pa.Schema:
 def sample_schema() -> pa.Schema:
     """Schema of `shards/samples.parquet`: one row a sample, in shard order.
 
-    `captions` are all kept captions of the picture (the first is KEY.txt); `uids` are their pairs. `jpg_offset` and
-    `jpg_size` locate the image bytes inside the shard, `crc32` checks them at read time; `sha256` is of the same bytes.
-    `image_group` groups pictures that are the same, for the loss's mask.
+    `captions` are all kept captions of the picture, `caption` the first of them (KEY.txt); `uids` are their pairs.
+    `jpg_offset` and `jpg_size` locate the image bytes inside the shard, `crc32` checks them at read time; `sha256` is of
+    the same bytes. `image_group` groups pictures that are the same, for the loss's mask.
     """
     import pyarrow as pa
 
@@ -143,6 +143,7 @@ def sample_schema() -> pa.Schema:
             pa.field("key", pa.string(), nullable=False),
             pa.field("uid", pa.string(), nullable=False),
             pa.field("uids", pa.list_(pa.string()), nullable=False),
+            pa.field("caption", pa.string(), nullable=False),
             pa.field("captions", pa.list_(pa.string()), nullable=False),
             pa.field("url", pa.string()),
             pa.field("jpg_offset", pa.int64(), nullable=False),

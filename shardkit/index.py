@@ -60,21 +60,26 @@ def split_name(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar of a set, as `shards.json` lists it; sizes in bytes, `sha256` of the whole file ("" where not known)."""
+    """One tar of a set, as `shards.json` lists it; sizes in bytes, `sha256` of the whole file ("" where not known).
+
+    `index_sha256` is that of the index beside it.
+    """
 
     name: str
     samples: int
     bytes: int
     sha256: str = ""
+    index_sha256: str = ""
 
 
 @dataclass(frozen=True)
 class ShardList:
-    """`shards.json`: the shards in order, and how they were made."""
+    """`shards.json`: the shards in order, how they were made, and the sha256 of their `samples.parquet`."""
 
     shards: list[Shard]
     made_with: dict[str, Any] = field(default_factory=dict)
     lanes: list[dict[str, Any]] = field(default_factory=list)
+    samples_sha256: str = ""
 
     @property
     def samples(self) -> int:
@@ -86,7 +91,7 @@ class ShardList:
 
     def dump(self) -> bytes:
         head = {"format": FORMAT, "samples": self.samples, "bytes": self.total_bytes, "made_with": self.made_with}
-        body = {"lanes": self.lanes, "shards": [asdict(s) for s in self.shards]}
+        body = {"samples_sha256": self.samples_sha256, "lanes": self.lanes, "shards": [asdict(s) for s in self.shards]}
         return (json.dumps({**head, **body}, indent=1) + "\n").encode()
 
 
@@ -104,6 +109,6 @@ def read_shard_list(folder: Folder) -> ShardList:
     try:
         found = json.loads(folder.read(SHARDS))
         shards = [Shard(**shard) for shard in found["shards"]]
-        return ShardList(shards, found.get("made_with", {}), found.get("lanes", []))
+        return ShardList(shards, found.get("made_with", {}), found.get("lanes", []), found.get("samples_sha256", ""))
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"expected the list of shards in {folder.path(SHARDS)}, found {error}") from error

@@ -2,50 +2,44 @@
 
 A shard is a unit: it reads its rows of the plan, copies or resizes the staged images, and publishes tar, index and part
 in that order, so a part means a finished shard. Same input, same settings: same bytes, whatever was killed in between.
+Several sizes are written in one pass: a unit then makes the same shard of every set, and reads and decodes once.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import logging
 import re
 import time
-import zlib
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 
-from core import catalog, images
-from core.errors import ConfigError, DataError, ImageError, InputError
+from core import catalog
+from core.errors import ConfigError, InputError
 from core.plan import Unit
-from core.runner import run_units, tick
+from core.runner import run_units
 from core.schema import sample_schema
 from core.storage import Folder
 from core.work import fingerprint, open_stage, read_settings
 from shardkit.config import ShardConfig
-from shardkit.index import SAMPLES, SHARDS, Shard, ShardList, dali_index, index_name, read_shard_list
+from shardkit.index import SAMPLES, SHARDS, Shard, ShardList, index_name, read_shard_list
 from shardkit.plan import PLANS, VIEWS, write_plans
-from shardkit.ranges import RangeReader
-from shardkit.tar import Member, TarWriter
+from shardkit.write import NOTE, PackShard, part_name
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 log = logging.getLogger("pairmill.shardkit")
-_NOTE = b"pairmill"  # key of a part's own figures in its Parquet metadata
-_PLAIN_KEY = re.compile(r"[0-9A-Za-z_-]{1,90}")  # no dots or spaces; KEY.json stays within a tar name of 100 bytes
+KINDS = ("shards", "holdout")
 
 
 def run(config: ShardConfig) -> dict[str, Any]:
     """Write WORK/shards, and WORK/holdout where dedup held pictures out; continues what an earlier run left unfinished.
 
-    Returns: samples, shards, bytes, seconds, and captions, copied, resized, left_out, holdout.
+    Returns: samples, shards, bytes, seconds, and captions, copied, resized, left_out, of the first size's training set;
+    the same figures of its holdout set as holdout, and of the sets of further sizes, by folder, as sets.
 
     Raises:
         InputError: ingest or dedup did not run yet, the pairs have changed since dedup ran, or nothing was kept.
@@ -58,28 +52,31 @@ def run(config: ShardConfig) -> dict[str, Any]:
     with catalog.connect(folder, views=VIEWS) as connection:
         for view in VIEWS:
             catalog.require(connection, view)
-    inputs = _inputs(folder)
-    with open_stage(config, "shard", home="shards", inputs=inputs) as stage:
+    with open_stage(config, "shard", home="shards", inputs=inputs(folder)) as stage:
         if stage.finished is not None:
             _tidy(folder)
             if _whole(folder, stage.finished):
                 log.info("shard: already done in %s", folder)
                 return stage.finished
             log.warning("shard: some of its files are gone from %s, so it runs again", folder)
-            folder.remove("shards/done.json")
+            stage.reopen()
         if not folder.exists(PLANS["shards"]):
-            folder.remove("holdout")  # it belongs to this stage, though it lies outside its home
+            for home in _beside(folder):
+                folder.remove(home)
             write_plans(folder, config)
-        packed = {home: _pack(folder, home, config) for home in ("shards", "holdout")}
+        summary = _pack_all(folder, config)
         catalog.write(folder)
-        summary = {**packed["shards"], "holdout": packed["holdout"]}
         stage.finish({**summary, "seconds": round(time.perf_counter() - started, 3)})
         _tidy(folder)
     return {**summary, "seconds": round(time.perf_counter() - started, 3)}
 
 
-def _inputs(folder: Folder) -> str:
-    """Fingerprint of pairs and decisions, which must be decisions over these pairs."""
+def inputs(folder: Folder) -> str:
+    """Fingerprint of pairs and decisions, which must be decisions over these pairs.
+
+    Raises:
+        InputError: they are not.
+    """
     pairs = fingerprint(folder, "ingest/parts/*.parquet")
     decided = read_settings(folder).get("dedup", {}).get("inputs", pairs)
     if decided != pairs:
@@ -87,9 +84,26 @@ def _inputs(folder: Folder) -> str:
     return fingerprint(folder, "dedup/decisions.parquet") + pairs
 
 
+def homes(kind: str, sizes: tuple[int, ...]) -> tuple[str, ...]:
+    """The folder of each size's set: `shards` and `shards-336`, or `holdout` and `holdout-336`."""
+    return (kind, *(f"{kind}-{size}" for size in sizes[1:]))
+
+
+def find_homes(folder: Folder) -> list[str]:
+    """Every set of shards that this stage has made in a work folder."""
+    return [home for home in ("shards", *_beside(folder)) if folder.exists(f"{home}/{SHARDS}")]
+
+
+def _beside(folder: Folder) -> list[str]:
+    """Folders of this stage's that lie outside its home."""
+    found = {*folder.list("shards-*"), *folder.list("holdout-*")}
+    return ["holdout", *sorted(name for name in found if re.fullmatch(r"(shards|holdout)-\d+", name))]
+
+
 def _whole(folder: Folder, summary: dict[str, Any]) -> bool:
     """Whether every file that a finished run published is still there."""
-    for home in ("shards", "holdout") if summary["holdout"]["samples"] else ("shards",):
+    sets = {"shards": summary, "holdout": summary["holdout"], **summary.get("sets", {})}
+    for home in (home for home, figures in sets.items() if figures["samples"]):
         if not folder.exists(f"{home}/{SHARDS}"):
             return False
         listed = read_shard_list(folder / home)
@@ -105,7 +119,7 @@ def render(summary: dict[str, Any]) -> RenderableType:
     from rich.table import Table
 
     table = Table("", "samples", "shards", "captions", "MB", "copied", "resized", "left out", box=None)
-    for home, one in (("shards", summary), ("holdout", summary["holdout"])):
+    for home, one in {"shards": summary, "holdout": summary["holdout"], **summary.get("sets", {})}.items():
         if one["samples"]:
             figures = (one[k] for k in ("copied", "resized", "left_out"))
             head = (f"{one['samples']:,}", f"{one['shards']:,}", f"{one['captions']:,}", f"{one['bytes'] / 1e6:,.1f}")
@@ -115,204 +129,89 @@ def render(summary: dict[str, Any]) -> RenderableType:
 
 def _check(config: ShardConfig) -> None:
     for name, low, high in (
-        ("size", 1, 65_535),
         ("quality", 1, 100),
         ("samples_per_shard", 1, 10**9),
+        ("mb_per_shard", 0, 10**6),
         ("ranks", 0, 10**6),
     ):
         value = getattr(config, name)
         if not low <= value <= high:
             flag = name.replace("_", "-")
             raise ConfigError(f"expected --{flag} from {low} to {high:,}, found {value}")
+    for size in config.size:
+        if not 1 <= size <= 65_535:
+            raise ConfigError(f"expected --size from 1 to 65,535, found {size}")
+    if not config.size or len(set(config.size)) < len(config.size):
+        raise ConfigError(f"expected each --size once, found {list(config.size)}")
 
 
 def _tidy(folder: Folder) -> None:
     """Remove what only a continuation would need."""
-    for name in (*PLANS.values(), "shards/parts", "holdout/parts"):
+    for name in (*PLANS.values(), *(f"{home}/parts" for home in ("shards", *_beside(folder)))):
         folder.remove(name)
 
 
-def _pack(folder: Folder, home: str, config: ShardConfig) -> dict[str, Any]:
-    """Write the shards of one plan, and the files that describe them."""
-    with folder.open(PLANS[home]) as file:
-        metadata = pq.ParquetFile(file).metadata
-        sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-    if not sizes:
-        return {"samples": 0, "shards": 0, "bytes": 0}
-    for place in (home, f"{home}/parts"):
-        folder.sweep(place)
-    digits = max(5, len(str(len(sizes) - 1)))
-    starts = [0, *itertools.accumulate(sizes)]
-    units = [
-        Unit(f"{i:0{digits}d}", start, start + n) for i, (start, n) in enumerate(zip(starts[:-1], sizes, strict=True))
-    ]
-    there = {*folder.list(f"{home}/parts/*.parquet"), *folder.list(f"{home}/*")}
-    task = PackShard(folder, home, config.size, config.quality)
+# ---- all sets ---------------------------------------------------------------------------------------------------------
+
+
+def _pack_all(folder: Folder, config: ShardConfig) -> dict[str, Any]:
+    """Write every set; returns the summary without its seconds."""
+    packed = {home: figures for kind in KINDS for home, figures in _pack(folder, kind, config).items()}
+    first = {**packed.pop("shards"), "holdout": packed.pop("holdout")}
+    return {**first, "sets": packed} if packed else first
+
+
+def _pack(folder: Folder, kind: str, config: ShardConfig) -> dict[str, dict[str, Any]]:
+    """Write the shards of one plan in every size, and the files that describe them; figures by folder."""
+    places = homes(kind, config.size)
+    units = shard_units(folder, kind)
+    if not units:
+        return {home: {"samples": 0, "shards": 0, "bytes": 0} for home in places}
+    there: set[str] = set()
+    for home in places:
+        folder.sweep(home)
+        folder.sweep(f"{home}/parts")
+        there |= {*folder.list(f"{home}/parts/*.parquet"), *folder.list(f"{home}/*")}
+    task = PackShard(folder, PLANS[kind], places, config.size, config.quality)
     running = run_units(
-        units, task, done=lambda unit: _files(home, unit) <= there, workers=config.workers, engine=config.engine,
-        label=f"shard ({home})", unit_of_progress="images",
+        units, task, done=lambda unit: _files(places, unit) <= there, workers=config.workers, engine=config.engine,
+        label=f"shard ({kind})", unit_of_progress="images",
     )  # fmt: skip
     for _ in running:
         pass
-    return _describe(folder, home, units, config)
+    return {home: describe(folder, home, units, config) for home in places}
 
 
-def _part(home: str, unit: Unit) -> str:
-    return f"{home}/parts/{unit.id}.parquet"
+def shard_units(folder: Folder, kind: str) -> list[Unit]:
+    """One unit a shard of the plan, named as the shard is."""
+    with folder.open(PLANS[kind]) as file:
+        metadata = pq.ParquetFile(file).metadata
+        sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    digits = max(5, len(str(len(sizes) - 1)))
+    ends = list(itertools.accumulate(sizes))
+    return [Unit(f"{i:0{digits}d}", end - n, end) for i, (end, n) in enumerate(zip(ends, sizes, strict=True))]
 
 
-def _files(home: str, unit: Unit) -> set[str]:
-    """What a finished shard consists of."""
-    return {f"{home}/{unit.id}.tar", f"{home}/{unit.id}.idx", _part(home, unit)}
+def _files(places: tuple[str, ...], unit: Unit) -> set[str]:
+    """What a finished shard consists of, in every size."""
+    return {
+        name for home in places for name in (f"{home}/{unit.id}.tar", f"{home}/{unit.id}.idx", part_name(home, unit))
+    }
 
 
-# ---- one shard --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PackShard:
-    """Writes one shard: tar, index, part. Runs in a worker process."""
-
-    folder: Folder
-    home: str
-    size: int
-    quality: int
-
-    def __call__(self, unit: Unit) -> None:
-        with self.folder.open(PLANS[self.home]) as file:
-            rows = pq.ParquetFile(file).read_row_group(int(unit.id)).to_pylist()
-        tar = f"{unit.id}.tar"
-        done = _Packed()
-        with self.folder.staged(f"{self.home}/{tar}") as path:
-            digest = self._write_tar(path, tar, rows, done)
-        self.folder.write(f"{self.home}/{unit.id}.idx", dali_index(done.members))
-        note = {
-            "shard": {"name": tar, "samples": len(done.rows), "bytes": done.bytes, "sha256": digest},
-            "left_out": done.left_out, "copied": done.copied, "resized": len(done.rows) - done.copied,
-        }  # fmt: skip
-        schema = sample_schema().with_metadata({_NOTE: json.dumps(note).encode()})
-        with self.folder.staged(_part(self.home, unit)) as path:
-            pq.write_table(pa.Table.from_pylist(done.rows, schema=schema), path)
-
-    def _write_tar(self, path: Path, tar: str, rows: list[dict[str, Any]], done: _Packed) -> str:
-        staged = RangeReader(self.folder)
-        with path.open("wb", buffering=1 << 20) as file:
-            hashing = _Hashing(file)
-            writer = TarWriter(hashing)
-            for row in rows:
-                body = _staged_image(staged, row)
-                try:
-                    image = fit(body, self.size, self.quality)
-                except ImageError as error:
-                    log.warning("shard: %s is left out (%s)", row["uid"], error)
-                    done.left_out.append({"uid": row["uid"], "reason": str(error)})
-                else:
-                    done.copied += image.data is body
-                    _add_sample(writer, tar, row, image, done)
-                tick()
-            done.bytes = writer.finish()
-        return hashing.digest.hexdigest()
-
-
-@dataclass
-class _Packed:
-    """What was written of one shard."""
-
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    members: list[list[Member]] = field(default_factory=list)
-    left_out: list[dict[str, str]] = field(default_factory=list)
-    copied: int = 0
-    bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """A JPEG that fits, with its size in pixels."""
-
-    data: bytes
-    width: int
-    height: int
-
-
-def fit(body: bytes, size: int, quality: int) -> Fitted:
-    """The picture as JPEG with a shorter side of at most `size` pixels; the very same bytes where they fit already.
-
-    Raises:
-        ImageError: it cannot be decoded.
-    """
-    header = images.read_header(body)
-    if images.fits_as_is(body, header, size):
-        return Fitted(body, header.width, header.height)
-    pixels = images.resize(images.decode(body, header, min_side=size), size)
-    return Fitted(images.encode_jpeg(pixels, quality), pixels.shape[1], pixels.shape[0])
-
-
-def _staged_image(staged: RangeReader, row: dict[str, Any]) -> bytes:
-    tar, size = row["tar"], row["tar_size"]
-    try:
-        body = staged.read(tar, row["tar_offset"], size)
-    except OSError as error:
-        raise DataError(
-            f"expected staged images in {tar}, found {error.strerror or error}; restore that file, or run ingest again"
-        ) from error
-    if len(body) != size:
-        raise DataError(
-            f"{tar} is cut short: expected {size} bytes of {row['uid']} at byte {row['tar_offset']}, found {len(body)}; "
-            "restore that file, or run ingest again"
-        )
-    return body
-
-
-def sample_key(uid: str) -> str:
-    """The tar key of a sample: its uid where that has no dots, spaces or slashes and is short, else a hash of it."""
-    return uid if _PLAIN_KEY.fullmatch(uid) else xxhash.xxh3_128_hexdigest(uid.encode())
-
-
-def _add_sample(writer: TarWriter, tar: str, row: dict[str, Any], image: Fitted, done: _Packed) -> None:
-    key, sha256 = sample_key(row["uid"]), hashlib.sha256(image.data).hexdigest()
-    ours = {
-        "uid": row["uid"], "uids": row["uids"], "url": row["url"], "captions": row["captions"], "width": image.width,
-        "height": image.height, "sha256": sha256, "image_group": row["image_group"],
-    }  # fmt: skip
-    # null for a NaN, which DuckDB and Python write and few other readers of JSON take
-    source = json.loads(row["source"], parse_constant=lambda _: None)
-    notes = ours | {name: value for name, value in source.items() if name not in ours}
-    jpg = writer.add(f"{key}.jpg", image.data)
-    txt = writer.add(f"{key}.txt", row["captions"][0].encode())
-    described = writer.add(f"{key}.json", json.dumps(notes, ensure_ascii=False, separators=(",", ":")).encode())
-    done.members.append([jpg, txt, described])
-    place = {"shard": tar, "key": key, "jpg_offset": jpg.offset, "jpg_size": jpg.size, "crc32": zlib.crc32(image.data)}
-    done.rows.append(ours | place)
-
-
-class _Hashing:
-    """A file that is written and hashed at once."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.digest = hashlib.sha256()
-
-    def write(self, data: bytes) -> None:
-        self.digest.update(data)
-        self._file.write(data)
-
-
-# ---- the whole set ----------------------------------------------------------------------------------------------------
-
-
-def _describe(folder: Folder, home: str, units: list[Unit], config: ShardConfig) -> dict[str, Any]:
+def describe(folder: Folder, home: str, units: list[Unit], config: ShardConfig) -> dict[str, Any]:
     """Join the parts into `samples.parquet`, list the shards, and sum up."""
     notes, captions = [], 0
     with folder.staged(f"{home}/{SAMPLES}") as path, pq.ParquetWriter(path, sample_schema()) as writer:
         for unit in units:
-            with folder.open(_part(home, unit)) as file:
+            with folder.open(part_name(home, unit)) as file:
                 table = pq.read_table(file)
-            notes.append(json.loads(table.schema.metadata[_NOTE]))
+            notes.append(json.loads(table.schema.metadata[NOTE]))
             captions += len(table["captions"].combine_chunks().flatten())
             writer.write_table(table.replace_schema_metadata(None))
     shards = [Shard(**note["shard"]) for note in notes]
-    ranks = _write_rank_lists(folder, home, shards, config.ranks) if home == "shards" and config.ranks else []
-    listed = ShardList(shards, config.fingerprint(), ranks)
+    ranks = _write_rank_lists(folder, home, shards, config.ranks) if home.startswith("shards") and config.ranks else []
+    listed = ShardList(shards, config.fingerprint(), ranks, folder.sha256(f"{home}/{SAMPLES}"))
     folder.write(f"{home}/{SHARDS}", listed.dump())
     left_out = [row for note in notes for row in note["left_out"]]
     if left_out:

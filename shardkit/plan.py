@@ -50,6 +50,17 @@ WHERE holdout = {holdout} {only}
 ORDER BY md5_number({seed} || ':' || p.first_uid), p.first_uid, r.unit, r."row"
 """
 
+# Bytes of each sample's three members in a tar, in the order of _ORDERED; what JSON adds around the columns is 400 or less.
+_BYTES = """
+SELECT (512 * (3 + ceil(any_value(r.tar_size) / 512) + ceil(max(strlen(r.caption)) / 512) + ceil((400
+    + sum(strlen(r.caption) + strlen(r.uid) + 6) + max(coalesce(strlen(r.url), 0) + strlen(r.source))) / 512)))::BIGINT
+    AS bytes
+FROM caption_rows r JOIN pictures p USING (holdout, image_group, picture)
+WHERE holdout = {holdout}
+GROUP BY p.first_uid
+ORDER BY md5_number({seed} || ':' || p.first_uid), p.first_uid
+"""
+
 VIEWS = ("pairs", "decisions")
 PLANS = {"shards": "shards/plan.parquet", "holdout": "shards/plan-holdout.parquet"}
 
@@ -75,13 +86,38 @@ def write_plans(folder: Folder, config: ShardConfig) -> None:
                 f"expected kept pairs with images in {folder}, found {kept} kept pairs to train on and no image of theirs; "
                 'see what was dropped: pairmill sql "SELECT reason, count(*) FROM decisions GROUP BY reason"'
             )
-        most = config.samples_per_shard
-        sizes = {
-            "holdout": shard_sizes(samples["holdout"], most),
-            "shards": shard_sizes(samples["shards"], most, config.ranks),
-        }
+        sizes = {home: _sizes(connection, home, n, config) for home, n in samples.items()}
         for home in sizes:
             _write_plan(connection, folder, home, sizes[home], config)
+
+
+def _sizes(connection: duckdb.DuckDBPyConnection, home: str, samples: int, config: ShardConfig) -> list[int]:
+    """Samples in each shard of one home. Only training shards are dealt to ranks."""
+    ranks = config.ranks if home == "shards" else 0
+    if not config.mb_per_shard or not samples:
+        return shard_sizes(samples, config.samples_per_shard, ranks)
+    in_order = _BYTES.format(holdout=home == "holdout", seed=int(config.seed))
+    return shard_sizes_by_bytes(connection.sql(in_order).fetchnumpy()["bytes"], config.mb_per_shard * 10**6, ranks)
+
+
+def shard_sizes_by_bytes(sample_bytes: np.ndarray, most: int, ranks: int = 0) -> list[int]:
+    """Samples in each shard: as few shards as hold at most `most` bytes each (one sample where that alone is more), a
+    multiple of `ranks` many, and as even in samples as can be.
+
+    Args:
+        sample_bytes: of each sample in order, int64 of shape (S,).
+
+    Raises:
+        ConfigError: there are fewer samples than ranks.
+    """
+    ends = np.append(0, np.cumsum(sample_bytes, dtype=np.int64))
+    shards = math.ceil(int(ends[-1]) / most)
+    while True:
+        sizes = _even(len(sample_bytes), shards, ranks)
+        largest = np.diff(ends[np.append(0, np.cumsum(sizes))]).max()
+        if largest <= most or len(sizes) < shards:  # the second: there are no more samples to make shards of
+            return sizes
+        shards = len(sizes) + max(1, len(sizes) // 100)
 
 
 def shard_sizes(samples: int, most: int, ranks: int = 0) -> list[int]:
@@ -90,10 +126,17 @@ def shard_sizes(samples: int, most: int, ranks: int = 0) -> list[int]:
     Raises:
         ConfigError: there are fewer samples than ranks.
     """
+    return _even(samples, math.ceil(samples / most), ranks)
+
+
+def _even(samples: int, shards: int, ranks: int) -> list[int]:
+    """`samples` over `shards` shards or a few more, until `ranks` divides their number."""
     if samples < ranks:
         raise ConfigError(f"expected at least one sample for each of {ranks} ranks, found {samples}; lower --ranks")
-    shards = math.ceil(samples / most)
-    shards += -shards % ranks if ranks else 0
+    ranks = max(ranks, 1)
+    shards += -shards % ranks
+    if shards > samples:  # an empty shard stops other loaders
+        shards = samples - samples % ranks
     return [samples // shards + (i < samples % shards) for i in range(shards)]
 
 

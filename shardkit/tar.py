@@ -37,40 +37,46 @@ class Sink(Protocol):
 class TarWriter:
     """Appends members to an open file or other sink in the order given; `finish` writes the end mark.
 
-    `position` is the size of the tar so far, in bytes.
+    `position` is the size of the tar so far, in bytes; the sink receives it in pieces of a mebibyte, because calls cost
+    more than bytes.
     """
 
     def __init__(self, file: Sink) -> None:
         self._file = file
+        self._pieces: list[bytes] = []
+        self._flushed = 0
         self.position = 0
 
     def add(self, name: str, data: bytes) -> Member:
         """Append one file and say where its bytes lie."""
-        member = Member(name, self.position + BLOCK, len(data))
-        self._write(b"".join((header(name, len(data)), data, bytes(-len(data) % BLOCK))))
+        size = len(data)
+        self._pieces += (header(name, size), data, _PADDING[size % BLOCK])
+        member = Member(name, self.position + BLOCK, size)
+        self.position += BLOCK + size + -size % BLOCK
+        if self.position - self._flushed >= _PIECE:
+            self._flush()
         return member
 
     def finish(self) -> int:
         """Write the end mark; returns the size of the tar in bytes."""
-        self._write(END)
+        self._pieces.append(END)
+        self.position += len(END)
+        self._flush()
         return self.position
 
-    def _write(self, data: bytes) -> None:
-        self._file.write(data)
-        self.position += len(data)
+    def _flush(self) -> None:
+        self._file.write(b"".join(self._pieces))
+        self._pieces.clear()
+        self._flushed = self.position
 
 
-def _blank_header() -> bytes:
-    """A header without name, size and checksum, whose field counts as spaces."""
-    block = bytearray(BLOCK)
-    block[100:124] = b"0000644\0" + b"0000000\0" * 2
-    block[135:157] = b"\0" + b"%011o\0" % 0 + b" " * 8 + b"0"
-    block[257:265] = b"ustar\00000"
-    return bytes(block)
-
-
-_HEADER = _blank_header()
-_HEADER_SUM = sum(_HEADER)
+_PIECE = 1 << 20
+_PADDING = [bytes(-size % BLOCK) for size in range(BLOCK)]
+# What lies between name and size, between size and checksum, and behind that, in every header.
+_OWNER = b"0000644\0" + b"0000000\0" * 2
+_TIME = b"\0" + b"%011o\0" % 0
+_KIND = b"0" + bytes(100) + b"ustar\00000" + bytes(247)
+_FIXED_SUM = sum(_OWNER) + sum(_TIME) + sum(_KIND) + 8 * 0x20  # the checksum's own field counts as spaces
 
 
 def header(name: str, size: int) -> bytes:
@@ -83,13 +89,8 @@ def header(name: str, size: int) -> bytes:
     if not 0 < len(encoded) <= 100 or size >= 8**11:
         raise DataError(f"expected a member name of 1 to 100 bytes and less than 8 GiB, found {name!r} of {size} bytes")
     digits = b"%011o" % size
-    block = bytearray(_HEADER)
-    block[0 : len(encoded)] = encoded
-    block[124:135] = digits
-    block[148:156] = b"%06o\0 " % (
-        _HEADER_SUM + sum(encoded) + sum(digits)
-    )  # summing all 512 bytes costs more than writing
-    return bytes(block)
+    total = _FIXED_SUM + sum(encoded) + sum(digits)  # summing all 512 bytes costs more than writing them
+    return b"%b%b%b%b%06o\0 %b" % (encoded.ljust(100, b"\0"), _OWNER, digits, _TIME, total, _KIND)
 
 
 def scan(path: str) -> list[Member]:

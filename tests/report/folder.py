@@ -130,8 +130,8 @@ def _shard(folder: Path) -> None:
         offsets = _tar(home / "00000.tar", {uid(i): picture(i) for i in chosen})
         rows = [
             {
-                "shard": "00000.tar", "key": uid(i), "uid": uid(i), "uids": [uid(i)], "captions": [caption(i)],
-                "url": f"http://host{i % 3}.example/{i}.jpg", "jpg_offset": offsets[uid(i)][0],
+                "shard": "00000.tar", "key": uid(i), "uid": uid(i), "uids": [uid(i)], "caption": caption(i),
+                "captions": [caption(i)], "url": f"http://host{i % 3}.example/{i}.jpg", "jpg_offset": offsets[uid(i)][0],
                 "jpg_size": offsets[uid(i)][1], "width": 96, "height": 72, "crc32": 1, "sha256": f"{i:064x}",
                 "image_group": uid(i),
             }

@@ -24,9 +24,10 @@ from core.storage import Folder
 from core.work import fingerprint
 from shardkit.config import ShardConfig
 from shardkit.index import Shard, read_dali_index
-from shardkit.pack import rank_lists, run, sample_key
+from shardkit.pack import rank_lists, run
 from shardkit.plan import shard_sizes
 from shardkit.tar import scan
+from shardkit.write import sample_key
 from tests.shardkit.parts import World, contents, jpeg, small_world
 
 
@@ -206,7 +207,7 @@ def test_large_pictures_are_resized_and_broken_ones_left_out(tmp_path: Path) -> 
     broken = world.add(2, ["broken"], body=jpeg(2, 320, 160)[:-900])
     world.add(3, ["no picture at all"], body=b"<html>")
     world.write()
-    summary = shard(tmp_path, size=32)
+    summary = shard(tmp_path, size=(32,))
     assert [summary[k] for k in ("samples", "copied", "resized", "left_out")] == [2, 1, 1, 2]
     sizes = {}
     for row in rows(tmp_path):
@@ -253,12 +254,13 @@ add, left = TarWriter.add, int(sys.argv[2])
 def add_or_die(writer, *args):
     global left
     if not left:
+        writer._flush()
         writer._file._file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
     left -= 1
     return add(writer, *args)
 TarWriter.add = add_or_die
-run(ShardConfig(work=sys.argv[1], workers=1, samples_per_shard=20, size=32))
+run(ShardConfig(work=sys.argv[1], workers=1, samples_per_shard=20, size=(32,)))
 """
 
 
@@ -281,12 +283,12 @@ def kill_in_the_middle_of_a_shard(work: Path, parts: int) -> None:
 @pytest.mark.parametrize("parts", [0, 2])
 def test_a_killed_run_continues_to_the_same_bytes(tmp_path: Path, parts: int) -> None:
     undisturbed, killed = heavy_world(tmp_path / "a"), heavy_world(tmp_path / "b")
-    shard(undisturbed, samples_per_shard=20, size=32)
+    shard(undisturbed, samples_per_shard=20, size=(32,))
     kill_in_the_middle_of_a_shard(killed, parts)
     assert not (killed / "shards/shards.json").exists() and list(killed.glob("shards/.tmp-*"))
     finished = {p: p.stat().st_mtime_ns for p in killed.glob("shards/parts/*.parquet")}
     tars = {p.stem: p.stat().st_mtime_ns for p in killed.glob("shards/*.tar")}
-    shard(killed, samples_per_shard=20, size=32)
+    shard(killed, samples_per_shard=20, size=(32,))
     for home in ("shards", "holdout"):
         assert contents(killed / home) == contents(undisturbed / home)
     for path in finished:  # what was finished was not written again

@@ -50,5 +50,5 @@ def make_work(work: Path, pictures: int = 96, *, holdout_every: int = 0, bad: di
         body = (bad or {}).get(number) or encode_jpeg(np.ascontiguousarray(pixels), 92)
         world.add(number, captions, body=body, holdout=bool(holdout_every) and number % holdout_every == 0)
     world.write()
-    pack(ShardConfig(work=str(work), workers=1, samples_per_shard=40, size=64))
+    pack(ShardConfig(work=str(work), workers=1, samples_per_shard=40, size=(64,)))
     return work

@@ -166,7 +166,7 @@ def test_pictures_far_too_large_for_the_model(tmp_path: Path) -> None:
         pixels = np.ascontiguousarray(photograph(number, 64, 48).repeat(24, 0).repeat(24, 1))
         world.add(number, [f"picture {number}"], body=encode_jpeg(pixels, 90))
     world.write()
-    pack(ShardConfig(work=str(tmp_path), workers=1, size=2000))
+    pack(ShardConfig(work=str(tmp_path), workers=1, size=(2000,)))
     found = tried(tmp_path)
     assert found["verdict"] == "decode_bound"
     assert found["wait_share"] > 0.2

@@ -1,0 +1,241 @@
+"""Writes one shard, in one or several sizes, from its rows of the plan: what a worker of `pairmill shard` does.
+
+Way in: a row group of the plan and the staged images. Way out: for each size a tar, DALI's index of it, and a Parquet part
+with the shard's rows of `samples.parquet`, published in that order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import logging
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from core import images
+from core.errors import DataError, ImageError
+from core.plan import Unit
+from core.runner import tick
+from core.schema import sample_schema
+from core.storage import Folder
+from shardkit.index import Shard, dali_index
+from shardkit.ranges import RangeReader
+from shardkit.tar import Member, TarWriter
+
+if TYPE_CHECKING:
+    from core.images import Pixels
+
+log = logging.getLogger("pairmill.shardkit")
+Row = dict[str, Any]
+NOTE = b"pairmill"  # key of a part's own figures in its Parquet metadata
+_PLAIN_KEY = re.compile(r"[0-9A-Za-z_-]{1,90}")  # no dots or spaces; KEY.json stays within a tar name of 100 bytes
+_AT_ONCE = 64  # ranges asked of an object store together
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+# null for a NaN, which DuckDB and Python write and few other readers of JSON take
+_SOURCE = json.JSONDecoder(parse_constant=lambda _: None)
+
+
+def part_name(home: str, unit: Unit) -> str:
+    return f"{home}/parts/{unit.id}.parquet"
+
+
+@dataclass(frozen=True)
+class PackShard:
+    """Writes one shard of every set. Runs in a worker process.
+
+    Attributes:
+        plan: file with one row group a shard.
+        homes: folder of each set, with its longest shorter side in pixels at the same place of `sizes`.
+    """
+
+    folder: Folder
+    plan: str
+    homes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    quality: int
+
+    def __call__(self, unit: Unit) -> None:
+        rows = read_plan(self.folder, self.plan, unit)
+        with contextlib.ExitStack() as publishing:
+            outputs = []
+            for home in self.homes:
+                path = publishing.enter_context(self.folder.staged(f"{home}/{unit.id}.tar"))
+                outputs.append(publishing.enter_context(Output(path, f"{unit.id}.tar")))
+            left_out = fill(outputs, rows, staged_images(self.folder, rows), self.sizes, self.quality)
+        for home, output in zip(self.homes, outputs, strict=True):
+            self.folder.write(f"{home}/{unit.id}.idx", output.index)
+            with self.folder.staged(part_name(home, unit)) as path:
+                pq.write_table(output.table(left_out), path)
+
+
+def read_plan(folder: Folder, plan: str, unit: Unit) -> list[Row]:
+    """The rows of one shard."""
+    with folder.open(plan) as file:
+        rows: list[Row] = pq.ParquetFile(file).read_row_group(int(unit.id)).to_pylist()
+    return rows
+
+
+def staged_images(folder: Folder, rows: list[Row]) -> Iterator[bytes]:
+    """The staged image of each row, in order; those of an object store are asked for many at a time.
+
+    Raises:
+        DataError: a tar is gone or shorter than its index says.
+    """
+    local = RangeReader(folder)
+    for first in range(0, len(rows), _AT_ONCE):
+        some = rows[first : first + _AT_ONCE]
+        places = [(row["tar"], row["tar_offset"], row["tar_size"]) for row in some]
+        remote = ["://" in folder.path(tar) for tar, _, _ in places]
+        fetched = iter(folder.read_ranges(list(itertools.compress(places, remote))))
+        for row, is_remote in zip(some, remote, strict=True):
+            yield _checked(row, next(fetched) if is_remote else _read_local(local, row))
+
+
+def _read_local(local: RangeReader, row: Row) -> bytes | OSError:
+    try:
+        return local.read(row["tar"], row["tar_offset"], row["tar_size"])
+    except OSError as error:
+        return error
+
+
+def _checked(row: Row, body: bytes | OSError) -> bytes:
+    tar, advice = row["tar"], "restore that file, or run ingest again"
+    if isinstance(body, OSError):
+        raise DataError(f"expected staged images in {tar}, found {body.strerror or body}; {advice}") from body
+    if len(body) != row["tar_size"]:
+        raise DataError(
+            f"{tar} is cut short: expected {row['tar_size']} bytes of {row['uid']} at byte {row['tar_offset']}, "
+            f"found {len(body)}; {advice}"
+        )
+    return body
+
+
+def fill(
+    outputs: Sequence[Output], rows: list[Row], bodies: Iterable[bytes], sizes: Sequence[int], quality: int
+) -> list[dict[str, str]]:
+    """Put every row's image into every output, in its size; returns what could not be decoded (uid, reason).
+
+    A picture that is no use in one size is left out of all: the sets hold the same samples.
+    """
+    left_out = []
+    for row, body in zip(rows, bodies, strict=True):
+        try:
+            fitted = fit(body, sizes, quality)
+        except ImageError as error:
+            log.warning("shard: %s is left out (%s)", row["uid"], error)
+            left_out.append({"uid": row["uid"], "reason": str(error)})
+        else:
+            source = _SOURCE.decode(row["source"]) if row["source"] != "{}" else {}
+            for output, picture in zip(outputs, fitted, strict=True):
+                output.add(row, source, picture)
+                output.copied += picture.data is body
+        tick()
+    return left_out
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A JPEG that fits, with its size in pixels."""
+
+    data: bytes
+    width: int
+    height: int
+
+
+def fit(body: bytes, sizes: Sequence[int], quality: int) -> list[Fitted]:
+    """The picture as JPEG with a shorter side of at most each of `sizes` pixels; the very same bytes where they fit already.
+
+    Raises:
+        ImageError: it cannot be decoded.
+    """
+    header = images.read_header(body)
+    fits = [images.fits_as_is(body, header, size) for size in sizes]
+    fitted = [Fitted(body, header.width, header.height)] * len(sizes)
+    if all(fits):
+        return fitted
+    pixels: dict[int, Pixels] = {}
+    for i, size in enumerate(sizes):
+        if not fits[i]:
+            # decoded once for all sizes, but for those that decoding itself scales: a set is the same with and without
+            # its companions
+            key = size if images.scales_while_decoding(header, size) else 0
+            if key not in pixels:
+                pixels[key] = images.decode(body, header, min_side=size)
+            small = images.resize(pixels[key], size)
+            fitted[i] = Fitted(images.encode_jpeg(small, quality), small.shape[1], small.shape[0])
+    return fitted
+
+
+def sample_key(uid: str) -> str:
+    """The tar key of a sample: its uid where that has no dots, spaces or slashes and is short, else a hash of it."""
+    return uid if _PLAIN_KEY.fullmatch(uid) else xxhash.xxh3_128_hexdigest(uid.encode())
+
+
+class Output:
+    """A shard being written: `add` samples, leave the context to finish the tar, then take index, part and digest."""
+
+    def __init__(self, path: Path, shard: str) -> None:
+        self.shard, self.rows, self.members = shard, list[Row](), list[list[Member]]()
+        self.copied = self.bytes = 0
+        self._file = path.open("wb")
+        self._digest = hashlib.sha256()
+        self._tar = TarWriter(self)
+
+    def write(self, data: bytes) -> None:
+        """What the tar is written to: hashed and stored at once."""
+        self._digest.update(data)
+        self._file.write(data)
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._file:
+            if kind is None:
+                self.bytes = self._tar.finish()
+
+    def add(self, row: Row, source: dict[str, Any], image: Fitted) -> None:
+        """Append one sample: the picture, its first caption, and what is known of it (`source`: the list's own columns)."""
+        key, data = sample_key(row["uid"]), image.data
+        ours = {
+            "uid": row["uid"], "uids": row["uids"], "url": row["url"], "captions": row["captions"], "width": image.width,
+            "height": image.height, "sha256": hashlib.sha256(data).hexdigest(), "image_group": row["image_group"],
+        }  # fmt: skip
+        notes = ours | {name: value for name, value in source.items() if name not in ours} if source else ours
+        caption = row["captions"][0]
+        add = self._tar.add
+        jpg = add(f"{key}.jpg", data)
+        self.members.append(
+            [jpg, add(f"{key}.txt", caption.encode()), add(f"{key}.json", _JSON.encode(notes).encode())]
+        )
+        place = {"shard": self.shard, "key": key, "jpg_offset": jpg.offset, "jpg_size": jpg.size}
+        self.rows.append(ours | place | {"caption": caption, "crc32": zlib.crc32(data)})
+
+    @functools.cached_property
+    def index(self) -> bytes:
+        """DALI's index of the tar."""
+        return dali_index(self.members)
+
+    @property
+    def entry(self) -> Shard:
+        """The shard as `shards.json` lists it."""
+        index = hashlib.sha256(self.index).hexdigest()
+        return Shard(self.shard, len(self.rows), self.bytes, self._digest.hexdigest(), index)
+
+    def table(self, left_out: list[dict[str, str]]) -> pa.Table:
+        """The shard's rows of `samples.parquet`, with its own figures in the metadata."""
+        figures = {"left_out": left_out, "copied": self.copied, "resized": len(self.rows) - self.copied}
+        note = json.dumps({"shard": dataclasses.asdict(self.entry), **figures})
+        return pa.Table.from_pylist(self.rows, schema=sample_schema().with_metadata({NOTE: note.encode()}))
