@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from core.errors import ConfigError, nearest
-from train.models import MLP_RATIO, ModelConfig, flops_per_pair, forward_flops, model_config, param_count
+from train.models import (
+    MLP_RATIO,
+    ModelConfig,
+    flops_per_pair,
+    forward_flops,
+    model_config,
+    param_count,
+    resnet_convolutions,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -94,20 +102,24 @@ def recompute_factor(*, checkpointing: bool, gradcache: bool) -> float:
 def activation_bytes(cfg: ModelConfig, pairs: int, text_len: float, *, checkpointing: bool) -> float:
     """Bytes of the activations that wait for the backward pass, of `pairs` at a time, in bf16 with fused attention.
 
-    A block saves, in units of width a token: two layer-norm inputs and outputs 4, queries, keys and values 3, attention
-    output 1, the MLP's hidden values before and after its activation 2 x 4. With checkpointing only each block's input
-    stays, and one block at a time is recomputed.
+    A transformer block saves, in units of width a token: two layer-norm inputs and outputs 4, queries, keys and values
+    3, attention output 1, the MLP's hidden values before and after its activation 2 x 4. With checkpointing only each
+    block's input stays, and one block at a time is recomputed. A ResNet saves each convolution's output and what its
+    normalisation made of it.
     """
     a_block = 4 + 3 + 1 + 2 * MLP_RATIO
-    kept_patches = max(1, int(cfg.patches * (1.0 - cfg.patch_dropout)))
-    total = 0.0
-    for tokens, width, layers in (
-        (kept_patches + 1.0, cfg.vision_width, cfg.vision_layers),
-        (text_len, cfg.text_width, cfg.text_layers),
-    ):
+    towers = [(text_len, cfg.text_width, cfg.text_layers)]
+    values = 0.0
+    if isinstance(cfg.vision_layers, int):
+        kept_patches = max(1, int(cfg.patches * (1.0 - cfg.patch_dropout)))
+        towers.append((kept_patches + 1.0, cfg.vision_width, cfg.vision_layers))
+    else:
+        grids = [outputs * side**2 for _, outputs, _, side in resnet_convolutions(cfg)]
+        values = sum(grids) / 3 + 6 * max(grids) if checkpointing else 2.0 * sum(grids)
+    for tokens, width, layers in towers:
         units = (layers + a_block) if checkpointing else layers * a_block
-        total += 2.0 * pairs * tokens * width * units
-    return total
+        values += tokens * width * units
+    return 2.0 * pairs * values
 
 
 def logit_bytes(batch: int, gpus: int, form: str, *, element: int = 4) -> float:

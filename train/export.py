@@ -24,7 +24,7 @@ from core.errors import ConfigError, DataError, InputError
 from core.storage import Folder
 from train import checkpoint
 from train.config import ExportConfig
-from train.models import ModelConfig, model_config
+from train.models import RESNET_EXPANSION, RESNET_STRIDE, ModelConfig, model_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -171,11 +171,11 @@ def _read_torchscript(path: Path, earlier: Exception) -> Mapping[str, Any]:
 
 
 def _clean(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Only parameters, in fp32, without the prefix that DDP leaves."""
+    """Only parameters, in fp32, and the counters of normalisations, without the prefix that DDP leaves."""
     import torch
 
     return {
-        name.removeprefix("module."): value.float()
+        name.removeprefix("module."): value.float() if value.is_floating_point() else value
         for name, value in state.items()
         if isinstance(value, torch.Tensor) and name.removeprefix("module.") not in NOT_PARAMETERS
     }
@@ -195,10 +195,10 @@ def open_clip_config(shape: ModelConfig, *, bias: bool = False) -> dict[str, Any
             **({"init_logit_bias": INITIAL_BIAS} if bias else {}),
             "vision_cfg": {
                 "image_size": shape.image_size,
-                "layers": shape.vision_layers,
+                "layers": shape.vision_layers if isinstance(shape.vision_layers, int) else list(shape.vision_layers),
                 "width": shape.vision_width,
-                "head_width": shape.vision_width // shape.vision_heads,
-                "patch_size": shape.patch,
+                "head_width": shape.pooled_width // shape.vision_heads,
+                "patch_size": None if shape.is_resnet else shape.patch,
             },
             "text_cfg": {
                 "context_length": shape.context,
@@ -213,18 +213,23 @@ def open_clip_config(shape: ModelConfig, *, bias: bool = False) -> dict[str, Any
 
 
 def shape_from_open_clip(config: Mapping[str, Any]) -> ModelConfig:
-    """The shape that a `model_cfg` of open_clip describes; KeyError, TypeError or ValueError where it is no plain ViT."""
+    """The shape that a `model_cfg` of open_clip describes.
+
+    KeyError, TypeError or ValueError where it is neither a plain ViT nor CLIP's ResNet.
+    """
     vision, text = config["vision_cfg"], config["text_cfg"]
     for key, value in [*vision.items(), *text.items()]:
         if value and key not in READ_OR_UNUSED and value not in DEFAULTS.get(key, ()):
             raise ValueError(f"{key} = {value!r} makes it another model than a plain ViT")
+    layers = vision["layers"]
+    resnet = isinstance(layers, list)
     return ModelConfig(
         embed_dim=config["embed_dim"],
         image_size=vision["image_size"],
-        patch=vision["patch_size"],
+        patch=RESNET_STRIDE if resnet else vision["patch_size"],
         vision_width=vision["width"],
-        vision_layers=int(vision["layers"]),
-        vision_heads=vision["width"] // vision.get("head_width", 64),
+        vision_layers=tuple(layers) if resnet else int(layers),
+        vision_heads=vision["width"] * (8 * RESNET_EXPANSION if resnet else 1) // vision.get("head_width", 64),
         text_width=text["width"],
         text_layers=text["layers"],
         text_heads=text["heads"],

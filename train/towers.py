@@ -22,6 +22,7 @@ from core.errors import ConfigError
 from train.attention import Segment, attend, attend_one
 from train.linear import linear
 from train.models import MLP_RATIO, ModelConfig
+from train.resnet import ResNetTower
 
 # Channel statistics that every public CLIP was trained with (RGB, pixels scaled to [0, 1]).
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -140,6 +141,7 @@ class Transformer(nn.Module):
 class VisionTower(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
+        assert isinstance(cfg.vision_layers, int)
         width, scale = cfg.vision_width, cfg.vision_width**-0.5
         self.patch = cfg.patch
         self.patch_dropout = cfg.patch_dropout
@@ -214,7 +216,7 @@ class CLIP(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.set_precision(precision)
-        self.visual = VisionTower(cfg)
+        self.visual: VisionTower | ResNetTower = ResNetTower(cfg) if cfg.is_resnet else VisionTower(cfg)
         self.transformer = Transformer(cfg.text_width, cfg.text_layers, cfg.text_heads, True, cfg.quick_gelu)
         self.token_embedding = nn.Embedding(cfg.vocab, cfg.text_width)
         self.positional_embedding = nn.Parameter(0.01 * torch.randn(cfg.context, cfg.text_width))
@@ -232,13 +234,14 @@ class CLIP(nn.Module):
 
     def set_checkpointing(self, on: bool) -> None:
         """Recompute every block's activations in the backward pass: about a third more work, much less memory."""
-        self.visual.transformer.checkpoint_blocks = on
-        self.transformer.checkpoint_blocks = on
+        image = self.visual.transformer if isinstance(self.visual, VisionTower) else self.visual
+        image.checkpoint_blocks = self.transformer.checkpoint_blocks = on
 
     def set_attention(self, path: str) -> None:
         """ "auto", "sdpa" or "matmul"; see `attention.attend`."""
-        self.visual.transformer.attention_path = path
         self.transformer.attention_path = path
+        if isinstance(self.visual, VisionTower):
+            self.visual.transformer.attention_path = path
 
     def loss_scalars(self) -> list[Tensor]:
         """The parameters that the loss itself reads: log scale and, for SigLIP, bias."""
