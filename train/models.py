@@ -53,7 +53,7 @@ class ModelConfig:
         step = 2 if self.is_resnet else self.patch  # a ResNet's pools leave out what is over at an edge
         if self.image_size % step or self.image_size < self.patch:
             raise ConfigError(
-                f"image_size {self.image_size} is no multiple of {step}, or below {self.patch}; choose another."
+                f"image_size {self.image_size} does not fit patch {self.patch}; choose a multiple of {step} from {self.patch} up."
             )
         for tower, width, heads in (
             ("vision", self.pooled_width, self.vision_heads),
