@@ -42,7 +42,13 @@ class IngestConfig(StageConfig):
     concurrency: int = setting(64, stable=False)
     """Downloads at once in one worker process. More helps when hosts are slow, until memory or bandwidth is full."""
     per_host: int = setting(8, stable=False)
-    """Downloads at once from one host in one worker process. Politeness: raise it only for hosts that are your own."""
+    """Downloads at once from one host, over all workers of this machine (each gets its share, one at least). Politeness:
+    raise it only for hosts that are your own."""
+    host_rate: float = setting(0.0, stable=False)
+    """Requests a second to one host, over all workers of this machine, with one second's worth at a time; 0 for as many as
+    `per_host` allows, which suits hosts that can keep up with it."""
+    robots: bool = setting(False, flags="--robots/--no-robots", stable=False)
+    """Read each site's robots.txt (once a worker and span) and obey it; costs one more request a site."""
     timeout: float = setting(20.0, stable=False)
     """Seconds from the first byte sent to the last byte received, redirects included, for one attempt."""
     min_rate: int = setting(2000, stable=False)
@@ -82,8 +88,8 @@ class AdoptConfig(StageConfig):
 
 _BOUNDS = {
     "size": (1, 65_535), "quality": (1, 100), "min_side": (0, 65_535), "max_aspect": (0, 65_535), "concurrency": (1, 10_000),
-    "per_host": (1, 10_000), "timeout": (0.001, 86_400), "min_rate": (0, 10**12), "max_bytes": (1, 10**12),
-    "retries": (0, 100), "min_success": (0, 1), "unit_urls": (1, 10**9),
+    "per_host": (1, 10_000), "host_rate": (0, 10**6), "timeout": (0.001, 86_400), "min_rate": (0, 10**12),
+    "max_bytes": (1, 10**12), "retries": (0, 100), "min_success": (0, 1), "unit_urls": (1, 10**9),
 }  # fmt: skip
 
 

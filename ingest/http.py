@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import re
 import socket
@@ -21,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import aiohttp.abc
+import aiohttp.client_proto
 import aiohttp.resolver
 import yarl
 
 from core.schema import Outcome
-from ingest import politeness
+from ingest import politeness, robots
 
 if TYPE_CHECKING:
     from ingest.config import IngestConfig
@@ -34,7 +36,11 @@ GRACE_S = 3.0  # slow starts are no slow downloads: the minimum rate holds after
 CONNECT_S = 10.0
 DNS_CACHE_S = 600
 REDIRECTS = 5
+HEADER_BYTES = 65_536  # aiohttp's own limit of 8 KB is less than some content security policies
 _REDIRECTING = frozenset({301, 302, 303, 307, 308})
+_NAME = re.compile(r"([a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}\.?", re.IGNORECASE)
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE)  # as its last label, it makes a host an address (WHATWG)
+_PICTURES = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8")
 # Tried again within the run. Time-outs and certificates rarely mend within seconds; `--retry-failed` has them.
 _TRY_AGAIN = frozenset({Outcome.DNS, Outcome.CONNECT, Outcome.TRUNCATED, Outcome.HTTP_429, Outcome.HTTP_5XX})
 
@@ -53,11 +59,12 @@ class Fetched:
 
 
 class _Failure(Exception):
-    """One attempt that ended without a body."""
+    """One attempt that ended without a body. `wait` is what its server asked for, in seconds; `tried` is False where the
+    server was not asked at all."""
 
-    def __init__(self, outcome: Outcome, detail: str, *, wait: float | None = None) -> None:
+    def __init__(self, outcome: Outcome, detail: str, *, wait: float | None = None, tried: bool = True) -> None:
         super().__init__(detail)
-        self.outcome, self.detail, self.wait = outcome, detail, wait
+        self.outcome, self.detail, self.wait, self.tried = outcome, detail, wait, tried
 
 
 class BlockedAddress(OSError):
@@ -80,9 +87,12 @@ def parse_url(url: str) -> yarl.URL:
     host = parsed.raw_host or ""
     if not host:
         raise ValueError("no host")
-    if ":" in host or host.replace(".", "").isdigit():
-        ipaddress.ip_address(host.split("%")[0])  # 2130706433 and 0177.0.0.1 are loopback to the C library
-    _ = parsed.port  # raises where it is out of range
+    if ":" in host or _NUMBER.fullmatch(host.removesuffix(".").rpartition(".")[2]):
+        ipaddress.ip_address(host.split("%")[0])  # 2130706433, 0177.0.0.1 and 0x7f.1 are loopback to the C library
+    elif len(host) > 253 or not _NAME.fullmatch(host):
+        raise ValueError("the host is no name")
+    if parsed.port == 0:  # and reading it raises where it is out of range
+        raise ValueError("port 0")
     # yarl decodes what need not be encoded; signed URLs break by that, so path and query go out as they came
     pieces = urllib.parse.urlsplit(text)
     return yarl.URL.build(
@@ -142,6 +152,23 @@ class GuardedResolver(aiohttp.abc.AbstractResolver):
         await self._inner.close()
 
 
+class _Protocol(aiohttp.client_proto.ResponseHandler):
+    """Takes the head of a response and what came with it one after the other.
+
+    A body longer than its Content-Length is an error to the parser, which then forgets what else came in the same
+    packet; fed apart, a small picture from such a server is read as far as it was announced, as browsers do.
+    """
+
+    def data_received(self, data: bytes) -> None:
+        end = data.find(b"\r\n\r\n") + 4 if data.startswith(b"HTTP/") else 0
+        if 4 <= end < len(data):
+            super().data_received(data[:end])
+            data = data[end:]
+        super().data_received(data)
+        if (error := self.exception()) is not None and self._payload is not None and not self._payload.is_eof():
+            self._payload.set_exception(aiohttp.ClientPayloadError(str(error)))  # else its reader would wait for ever
+
+
 class Fetcher:
     """Fetches URLs with the limits of `config`; an async context manager.
 
@@ -155,7 +182,9 @@ class Fetcher:
         self._config = config
         self._version = version
         self._resolver = resolver
-        self.hosts = politeness.Hosts(per_host=config.per_host, total=config.concurrency)
+        self.hosts = politeness.Hosts(per_host=config.per_host, total=config.concurrency, rate=config.host_rate)
+        self.breaker = politeness.Breaker()
+        self._robots: dict[yarl.URL, asyncio.Task[robots.Rules]] = {}
 
     async def __aenter__(self) -> Fetcher:
         resolver = GuardedResolver(
@@ -164,11 +193,15 @@ class Fetcher:
         connector = aiohttp.TCPConnector(
             limit=0, resolver=resolver, ttl_dns_cache=DNS_CACHE_S, ssl=_tls_context(), keepalive_timeout=5.0
         )
+        factory: Any = functools.partial(_Protocol, loop=asyncio.get_running_loop())
+        connector._factory = factory
         self._session = aiohttp.ClientSession(
             connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,  # decompression is counted here, so that a bomb cannot grow behind our back
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            max_line_size=HEADER_BYTES,
+            max_field_size=HEADER_BYTES,
             headers={
                 "User-Agent": politeness.user_agent(self._version, self._config.contact),
                 "Accept": "image/avif,image/webp,image/*;q=0.9,*/*;q=0.5",
@@ -180,6 +213,9 @@ class Fetcher:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for task in self._robots.values():
+            task.cancel()
+        await asyncio.gather(*self._robots.values(), return_exceptions=True)
         await self._session.close()
 
     async def fetch(self, url: str) -> Fetched:
@@ -191,47 +227,114 @@ class Fetcher:
             return Fetched(Outcome.BAD_URL, str(error)[:200])
         result = Fetched(Outcome.INTERNAL)
         for attempt in range(1, self._config.retries + 2):
-            result, wait = await self._attempt(parsed)
+            result, failure = await self._attempt(parsed)
             result.attempts, result.elapsed_s = attempt, time.monotonic() - started
-            if result.outcome not in _TRY_AGAIN or attempt > self._config.retries or wait > politeness.LONGEST_WAIT_S:
+            if failure is None:
+                break
+            result.attempts -= not failure.tried
+            wait = failure.wait or 0.0
+            mends = failure.tried and failure.outcome in _TRY_AGAIN and wait <= politeness.LONGEST_WAIT_S
+            if not mends or attempt > self._config.retries:
                 break
             await asyncio.sleep(wait or politeness.backoff(attempt))
         return result
 
-    async def _attempt(self, url: yarl.URL) -> tuple[Fetched, float]:
-        """One attempt, and the seconds its server asked us to wait (0 where it did not)."""
-        host = url.raw_host or ""
+    async def _attempt(self, url: yarl.URL) -> tuple[Fetched, _Failure | None]:
+        """One attempt, and how it failed where it did."""
         result = Fetched(Outcome.INTERNAL, final_url=str(url))
-        wait = 0.0
-        async with self.hosts.visit(host):
-            try:
-                async with asyncio.timeout(self._config.timeout):
-                    result.body = await self._follow(url, result)
-                result.outcome = Outcome.OK
-            except _Failure as failure:
-                result.outcome, result.detail, wait = failure.outcome, failure.detail, failure.wait or 0.0
-            except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-                result.outcome, result.detail = _classify(error)
-            except Exception as error:  # the boundary of one row: whatever the client does, the run goes on
-                result.outcome, result.detail = Outcome.INTERNAL, f"{type(error).__name__}: {error}"[:200]
-            if wait:
-                self.hosts.pause(host, min(wait, politeness.LONGEST_WAIT_S))
-        return result, wait
+        try:
+            result.body = await self._follow(url, result)
+        except _Failure as failure:
+            result.outcome, result.detail = failure.outcome, failure.detail
+            return result, failure
+        except Exception as error:  # the boundary of one row: whatever the client does, the run goes on
+            result.detail = f"{type(error).__name__}: {error}"[:200]
+            return result, _Failure(Outcome.INTERNAL, result.detail)
+        result.outcome = Outcome.OK
+        return result, None
 
     async def _follow(self, url: yarl.URL, result: Fetched) -> bytes:
+        """The body at the end of all redirects. Each hop is a visit to its own host; waiting for one costs no time."""
+        left = self._config.timeout
         for _ in range(REDIRECTS + 1):
             result.final_url = str(url)
             self._check_literal(url)
-            async with self._session.get(url, allow_redirects=False) as response:
-                result.status = response.status
-                if response.status not in _REDIRECTING:
-                    return await self._receive(response)
-                location = response.headers.get("Location", "")
-            try:
-                url = parse_url(urllib.parse.urljoin(str(url), location))
-            except ValueError as error:
-                raise _Failure(Outcome.BAD_URL, f"redirected to {location[:100]!r}: {error}") from error
+            async with self.hosts.visit(url.raw_host or ""):
+                started = time.monotonic()
+                answer = await self._visit(url, result, left)
+                left -= time.monotonic() - started
+            if isinstance(answer, bytes):
+                return answer
+            url = answer
         raise _Failure(Outcome.HTTP_4XX, f"more than {REDIRECTS} redirects")
+
+    async def _visit(self, url: yarl.URL, result: Fetched, seconds: float) -> bytes | yarl.URL:
+        """One request of at most `seconds`, whose end goes into the record of its host: the body, or the next hop."""
+        site = f"{url.raw_host}:{url.port}"
+        if verdict := self.breaker.verdict(site):
+            raise _Failure(*verdict, tried=False)
+        try:
+            async with asyncio.timeout(seconds):
+                if self._config.robots:
+                    await self._ask_robots(url)
+                answer = await self._request(url, result)
+        except _Failure as error:
+            failure = error
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            failure = _Failure(*_classify(error))
+        else:
+            self.breaker.answered(site)
+            return answer
+        self._note(site, url.raw_host or "", failure)
+        raise failure
+
+    def _note(self, site: str, host: str, failure: _Failure) -> None:
+        failures = self.breaker.failed(site, failure.outcome, failure.detail)
+        if failure.outcome == Outcome.HTTP_429 and failure.wait is None:
+            failure.wait = politeness.backoff(min(failures, 5))
+        if failure.wait and failure.wait > politeness.LONGEST_WAIT_S:
+            self.breaker.shun(site, failure.wait, failure.outcome)
+        elif failure.wait:
+            self.hosts.pause(host, failure.wait)
+
+    async def _request(self, url: yarl.URL, result: Fetched) -> bytes | yarl.URL:
+        async with self._session.get(url, allow_redirects=False) as response:
+            result.status = response.status
+            if response.status not in _REDIRECTING:
+                return await self._receive(response)
+            return _next_hop(url, response)
+
+    async def _ask_robots(self, url: yarl.URL) -> None:
+        """Raise _Failure where robots.txt of the site forbids `url`; the file is read once."""
+        origin = url.origin()
+        if origin not in self._robots:
+            self._robots[origin] = asyncio.create_task(self._read_robots(origin))
+        task = self._robots[origin]
+        try:
+            rules = await asyncio.shield(task)  # others wait for the same file
+        except Exception:
+            if self._robots.get(origin) is task:
+                del self._robots[origin]
+            raise
+        if (rule := rules.refusal(url.raw_path_qs)) is not None:
+            raise _Failure(Outcome.ROBOTS, f"robots.txt: {rule}")
+
+    async def _read_robots(self, origin: yarl.URL) -> robots.Rules:
+        """RFC 9309: what is not there or leads nowhere forbids nothing; a server in trouble forbids everything for now."""
+        url = origin / "robots.txt"
+        async with asyncio.timeout(self._config.timeout):
+            for _ in range(REDIRECTS + 1):
+                self._check_literal(url)
+                async with self._session.get(url, allow_redirects=False) as response:
+                    if response.status == 429 or 500 <= response.status < 600:
+                        outcome = Outcome.HTTP_429 if response.status == 429 else Outcome.HTTP_5XX
+                        raise _Failure(outcome, f"robots.txt: HTTP {response.status}")
+                    if response.status == 200:
+                        return robots.parse(await _beginning(response, robots.LIMIT), politeness.AGENT)
+                    if response.status not in _REDIRECTING:
+                        break
+                    url = _next_hop(url, response)
+        return robots.Rules()
 
     def _check_literal(self, url: yarl.URL) -> None:
         # aiohttp does not ask the resolver about hosts that are addresses already
@@ -242,14 +345,14 @@ class Fetcher:
     async def _receive(self, response: aiohttp.ClientResponse) -> bytes:
         """The body, decoded; the status and the opt-out headers are judged before any of it is read."""
         status = response.status
-        if status == 429 or status >= 500:
+        if status == 429 or 500 <= status < 600:
             outcome = Outcome.HTTP_429 if status == 429 else Outcome.HTTP_5XX
             wait = politeness.retry_after(response.headers.get("Retry-After"))
             raise _Failure(outcome, f"HTTP {status}", wait=wait)
         if status not in (200, 203):
             raise _Failure(Outcome.HTTP_4XX, f"HTTP {status} {response.reason or ''}".strip())
         headers = response.headers
-        if rule := politeness.opt_out(headers.getall("X-Robots-Tag", ()), headers.get("tdm-reservation")):
+        if rule := politeness.opt_out(headers.getall("X-Robots-Tag", ()), headers.getall("tdm-reservation", ())):
             raise _Failure(Outcome.OPTED_OUT, rule)
         if (response.content_length or 0) > self._config.max_bytes:
             raise _Failure(Outcome.TOO_LARGE, f"{response.content_length:,} bytes announced")
@@ -268,6 +371,22 @@ class Fetcher:
             if elapsed > GRACE_S and size < elapsed * self._config.min_rate:
                 raise _Failure(Outcome.TOO_SLOW, f"less than {self._config.min_rate:,} bytes/s")
         return b"".join(chunks)
+
+
+def _next_hop(url: yarl.URL, response: aiohttp.ClientResponse) -> yarl.URL:
+    location = response.headers.get("Location", "")
+    try:
+        return parse_url(urllib.parse.urljoin(str(url), location))
+    except ValueError as error:
+        raise _Failure(Outcome.BAD_URL, f"redirected to {location[:100]!r}: {error}") from error
+
+
+async def _beginning(response: aiohttp.ClientResponse, size: int) -> bytes:
+    """The first `size` bytes of the body, or all of it."""
+    data = b""
+    while len(data) < size and (chunk := await _next_chunk(response)):
+        data += chunk
+    return data[:size]
 
 
 async def _next_chunk(response: aiohttp.ClientResponse) -> bytes:
@@ -291,16 +410,18 @@ def _decoded(body: bytes, coding: str | None, limit: int) -> bytes:
     Raises:
         _Failure: too_large, corrupt, or unsupported for a coding that we did not ask for and do not know.
     """
-    if not coding or coding.strip().lower() in ("identity", "none", ""):
-        return body
-    if coding.strip().lower() not in ("gzip", "x-gzip", "deflate"):
-        raise _Failure(Outcome.UNSUPPORTED, f"Content-Encoding {coding[:40]}")
-    decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # takes gzip and zlib frames
+    names = [
+        name for part in (coding or "").lower().split(",") if (name := part.strip()) not in ("", "identity", "none")
+    ]
+    if not names or body.startswith(_PICTURES):
+        return body  # some servers announce a coding (aws-chunked, utf-8, gzip) and send the picture as it is
+    if len(names) > 1 or names[0] not in ("gzip", "x-gzip", "deflate"):
+        raise _Failure(Outcome.UNSUPPORTED, f"Content-Encoding {coding}"[:80])
+    raw = names[0] == "deflate" and body[:1] != b"\x78"  # without the zlib header that the name stands for
+    decompressor = zlib.decompressobj(wbits=-zlib.MAX_WBITS if raw else zlib.MAX_WBITS | 32)
     try:
         data = decompressor.decompress(body, limit + 1)
     except zlib.error as error:
-        if body[:2] == b"\xff\xd8" or body[:4] in (b"\x89PNG", b"RIFF"):
-            return body  # some servers announce a coding and send the picture as it is
         raise _Failure(Outcome.CORRUPT, f"Content-Encoding {coding}: {error}") from error
     if len(data) > limit:
         raise _Failure(Outcome.TOO_LARGE, f"more than {limit:,} bytes after decompression")
@@ -322,7 +443,7 @@ def _classify(error: BaseException) -> tuple[Outcome, str]:
     if isinstance(error, aiohttp.ClientSSLError | ssl.SSLError):
         return Outcome.TLS, words
     if isinstance(error, TimeoutError):
-        return Outcome.TIMEOUT, words
-    if isinstance(error, aiohttp.InvalidURL):
+        return Outcome.TIMEOUT, str(error)[:200] or "not whole within the time of one attempt"
+    if isinstance(error, aiohttp.InvalidURL | UnicodeError):
         return Outcome.BAD_URL, words
     return Outcome.CONNECT, words

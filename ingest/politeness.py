@@ -7,15 +7,25 @@ import contextlib
 import datetime
 import email.utils
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
+from core.schema import Outcome
+
 AGENT = "pairmill"
 _REFUSALS = frozenset({"noai", "noimageai", "noindex", "noimageindex", "none"})
-_VALUED = frozenset({"max-snippet", "max-image-preview", "max-video-preview", "unavailable_after"})
+_VALUED = frozenset({"max-snippet", "max-image-preview", "max-video-preview"})
+# `agent: directives`, told from the colons of dates and of directives with a value by its form
+_SCOPED = re.compile(r"(\*|[a-z][a-z0-9_.-]*(?:/[a-z0-9_.-]*)?)\s*:\s*(.*)", re.DOTALL)
 BACKOFF_S = 0.5
-LONGEST_WAIT_S = 30.0  # a host that asks for more gets its rows back with --retry-failed
+LONGEST_WAIT_S = 30.0  # a host that asks for more is left alone instead, and --retry-failed has its rows
+LONGEST_SHUN_S = 3600.0
+FAILURES = 10  # attempts in a row that a host may leave unanswered before its rows are no longer tried
+SHUN_S = 60.0
+# What says that the host, not this one file, is in trouble.
+_TROUBLE = frozenset({Outcome.DNS, Outcome.CONNECT, Outcome.TLS, Outcome.TIMEOUT, Outcome.HTTP_429, Outcome.HTTP_5XX})
 
 
 def user_agent(version: str, contact: str) -> str:
@@ -23,23 +33,62 @@ def user_agent(version: str, contact: str) -> str:
     return f"{AGENT}/{version} (+{contact})" if contact else f"{AGENT}/{version} (image-text data set builder)"
 
 
-def opt_out(robots_tags: Iterable[str], tdm_reservation: str | None = None) -> str | None:
+def opt_out(robots_tags: Iterable[str], tdm_reservation: Iterable[str] = ()) -> str | None:
     """The rule by which a response says that it is not to be used, or None.
 
     Args:
         robots_tags: every X-Robots-Tag header of the response: comma lists of directives, each optionally after
             `agent:`, which then holds for the directives up to the next agent (Google, Robots meta tag specification).
-        tdm_reservation: the header of that name (W3C TDM Reservation Protocol); "1" reserves the rights.
+        tdm_reservation: every header of that name (W3C TDM Reservation Protocol); "1" reserves the rights.
     """
     for header in robots_tags:
-        for_us = True
-        for item in header.split(","):
-            name, colon, value = item.strip().lower().partition(":")
-            if colon and name.strip() not in _VALUED:
-                for_us, name = AGENT in name or name.strip() == "*", value
-            if for_us and name.strip() in _REFUSALS:
-                return f"X-Robots-Tag: {name.strip()}"
-    return "tdm-reservation: 1" if (tdm_reservation or "").strip() == "1" else None
+        if (rule := _refusal(header)) is not None:
+            return f"X-Robots-Tag: {rule}"
+    return "tdm-reservation: 1" if any(value.strip() == "1" for value in tdm_reservation) else None
+
+
+def _refusal(header: str) -> str | None:
+    """The directive of one X-Robots-Tag header that refuses us."""
+    for_us = True
+    words = header.lower()
+    if expiry := re.search(r"unavailable_after\s*:\s*(.*)", words, re.DOTALL):
+        # its date may hold commas, so it is taken out before the list is cut at them
+        date = re.match(r"[a-z]{3,9}, [^,]*|[^,]*", expiry[1])
+        assert date is not None
+        words = words[: expiry.start()] + expiry[1][date.end() :]
+        if _is_past(date[0]) and _scope(words[: expiry.start()]):
+            return f"unavailable_after: {date[0].strip()}"
+    for item in words.split(","):
+        scoped = _SCOPED.match(item.strip())
+        if scoped and scoped[1] not in _VALUED:
+            for_us, item = _is_us(scoped[1]), scoped[2]
+        if for_us and (found := _REFUSALS.intersection(item.split())):
+            return min(found)
+    return None
+
+
+def _scope(words: str) -> bool:
+    """Whether a directive that comes after `words` in its header holds for us."""
+    scopes = [m[1] for item in words.split(",") if (m := _SCOPED.match(item.strip())) and m[1] not in _VALUED]
+    return not scopes or _is_us(scopes[-1])
+
+
+def _is_us(agent: str) -> bool:
+    return agent == "*" or agent.partition("/")[0] == AGENT
+
+
+def _is_past(date: str) -> bool:
+    for parse in (email.utils.parsedate_to_datetime, datetime.datetime.fromisoformat):
+        try:
+            moment = parse(date.strip().upper())
+        except ValueError:
+            continue
+        return _aware(moment) < datetime.datetime.now(datetime.UTC)
+    return False
+
+
+def _aware(moment: datetime.datetime) -> datetime.datetime:
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.UTC)
 
 
 def retry_after(value: str | None) -> float | None:
@@ -52,9 +101,7 @@ def retry_after(value: str | None) -> float | None:
         moment = email.utils.parsedate_to_datetime(value)
     except ValueError:
         return None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=datetime.UTC)
-    return max(0.0, (moment - datetime.datetime.now(datetime.UTC)).total_seconds())
+    return max(0.0, (_aware(moment) - datetime.datetime.now(datetime.UTC)).total_seconds())
 
 
 def backoff(attempt: int) -> float:
@@ -67,14 +114,19 @@ def backoff(attempt: int) -> float:
 class _Host:
     slots: asyncio.Semaphore
     not_before: float = 0.0
+    bucket: float = 0.0  # when the token bucket will be full again
     waiting: int = field(default=0)
 
 
 class Hosts:
-    """Slots a host and in all. A place at the host is taken first, so that a slow host fills its own queue only."""
+    """Slots a host and in all. A place at the host is taken first, so that a slow host fills its own queue only.
 
-    def __init__(self, *, per_host: int, total: int) -> None:
-        self._per_host = per_host
+    Args:
+        rate: visits a second to one host, in the mean over a second; 0 for as many as its slots allow.
+    """
+
+    def __init__(self, *, per_host: int, total: int, rate: float = 0.0) -> None:
+        self._per_host, self._rate = per_host, rate
         self._total = asyncio.Semaphore(total)
         self._hosts: dict[str, _Host] = {}
 
@@ -85,17 +137,77 @@ class Hosts:
         host.waiting += 1
         try:
             async with host.slots:
+                await asyncio.sleep(self._take_token(host))
                 while (pause := host.not_before - time.monotonic()) > 0:
                     await asyncio.sleep(pause)
                 async with self._total:
                     yield
         finally:
             host.waiting -= 1
-            if not host.waiting and host.not_before < time.monotonic():
+            if not host.waiting and max(host.not_before, host.bucket) < time.monotonic():
                 del self._hosts[name]  # millions of hosts pass by in one run
+
+    def _take_token(self, host: _Host) -> float:
+        """Seconds until there is a token for one more visit; a full bucket holds those of one second."""
+        if not self._rate:
+            return 0.0
+        now = time.monotonic()
+        host.bucket = max(host.bucket, now) + 1 / self._rate
+        return max(0.0, host.bucket - now - max(1.0, 1 / self._rate))
 
     def pause(self, name: str, seconds: float) -> None:
         """No new visit to the host for `seconds`."""
         if name in self._hosts:
             host = self._hosts[name]
             host.not_before = max(host.not_before, time.monotonic() + seconds)
+
+
+@dataclass
+class _Record:
+    """Attempts in a row that ended in trouble; until when the host is left alone, and with what words."""
+
+    failures: int = 0
+    until: float = 0.0
+    outcome: Outcome = Outcome.CONNECT
+    detail: str = ""
+
+
+class Breaker:
+    """Spares hosts that are down or want to be left alone, and spares us the wait for them.
+
+    After `FAILURES` attempts in a row without an answer, a host's rows get its last outcome untried for `SHUN_S`; then
+    one more failure shuts it again.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[str, _Record] = {}
+
+    def verdict(self, host: str) -> tuple[Outcome, str] | None:
+        """The outcome of a row of `host` that is not to be tried, or None."""
+        record = self._records.get(host)
+        if record is None or record.until <= time.monotonic():
+            return None
+        return record.outcome, f"not tried: {record.detail}"
+
+    def answered(self, host: str) -> None:
+        """The host has sent what we asked for, or has at least said no to this one file."""
+        self._records.pop(host, None)
+
+    def failed(self, host: str, outcome: Outcome, detail: str) -> int:
+        """Note how an attempt ended; returns how many have failed in a row."""
+        if outcome not in _TROUBLE:
+            self.answered(host)
+            return 0
+        record = self._records.setdefault(host, _Record())
+        record.failures += 1
+        if record.failures >= FAILURES:
+            self._shut(record, SHUN_S, outcome, f"its host failed again and again, last with {detail!r}")
+        return record.failures
+
+    def shun(self, host: str, seconds: float, outcome: Outcome) -> None:
+        """Leave the host alone for `seconds` (at most an hour), as it has asked."""
+        record = self._records.setdefault(host, _Record())
+        self._shut(record, min(seconds, LONGEST_SHUN_S), outcome, "its host asked for a long wait (Retry-After)")
+
+    def _shut(self, record: _Record, seconds: float, outcome: Outcome, detail: str) -> None:
+        record.until, record.outcome, record.detail = time.monotonic() + seconds, outcome, detail

@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gzip
 import io
+import ssl
 import threading
 from collections import Counter
 from types import TracebackType
@@ -40,16 +42,27 @@ def png(width: int, height: int) -> bytes:
     return out.getvalue()
 
 
+@functools.cache
+def gzip_bomb() -> bytes:
+    return gzip.compress(bytes(4_000_000), 6)
+
+
 class Server:
-    def __init__(self) -> None:
+    """`tls` serves https with that certificate instead of http; `robots` is what /robots.txt answers: status and text."""
+
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
+        self.robots = (404, "")
         self.hits: Counter[str] = Counter()
         self.agents: set[str] = set()
         self.delay = 0.0
         self.peak = self._open = 0
+        self.peaks: Counter[str] = Counter()  # the same by the first folder of the path
+        self._by_folder: Counter[str] = Counter()
         self.well = threading.Event()  # /fault/until_well answers 503 until this is set
 
     def url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
+        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self.port}{path}"
 
     def __enter__(self) -> Server:
         ready = threading.Event()
@@ -70,9 +83,10 @@ class Server:
         app.router.add_get("/pic/{number:\\d+}.jpg", self._pic)
         app.router.add_get("/pic/{number:\\d+}.png", self._png)
         app.router.add_get("/fault/{kind}", self._fault)
+        app.router.add_get("/robots.txt", self._robots)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=self._tls)
         await site.start()
         self.port: int = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         ready.set()
@@ -85,17 +99,25 @@ class Server:
         self.agents.add(request.headers.get("User-Agent", ""))
         self._open += 1
         self.peak = max(self.peak, self._open)
+        folder = "/" + request.path.split("/")[1]
+        self._by_folder[folder] += 1
+        self.peaks[folder] = max(self.peaks[folder], self._by_folder[folder])
         try:
             await asyncio.sleep(self.delay)
             return await handler(request)
         finally:
             self._open -= 1
+            self._by_folder[folder] -= 1
 
     async def _pic(self, request: web.Request) -> web.Response:
         return web.Response(body=picture(int(request.match_info["number"])), content_type="image/jpeg")
 
     async def _png(self, request: web.Request) -> web.Response:
         return web.Response(body=as_png(int(request.match_info["number"])), content_type="image/png")
+
+    async def _robots(self, request: web.Request) -> web.Response:
+        status, text = self.robots
+        return web.Response(status=status, text=text)
 
     async def _fault(self, request: web.Request) -> web.StreamResponse:
         return await getattr(self, f"fault_{request.match_info['kind']}")(request)
@@ -117,6 +139,9 @@ class Server:
             return web.Response(status=429, headers={"Retry-After": "1"})
         return web.Response(body=picture(2))
 
+    async def fault_always_429(self, request: web.Request) -> web.Response:
+        return web.Response(status=429)
+
     async def fault_later_429(self, request: web.Request) -> web.Response:
         return web.Response(status=429, headers={"Retry-After": "3600"})
 
@@ -133,8 +158,7 @@ class Server:
         return web.Response(status=301, headers={"Location": "/fault/loop"})
 
     async def fault_gzip_bomb(self, request: web.Request) -> web.Response:
-        body = gzip.compress(bytes(40_000_000), 9)
-        return web.Response(body=body, headers={"Content-Encoding": "gzip"})
+        return web.Response(body=gzip_bomb(), headers={"Content-Encoding": "gzip"})
 
     async def fault_gzipped(self, request: web.Request) -> web.Response:
         return web.Response(body=gzip.compress(picture(5)), headers={"Content-Encoding": "gzip"})
@@ -149,9 +173,10 @@ class Server:
     # ---- answers that never are --------------------------------------------------------------------------------------
 
     async def _raw(self, request: web.Request, head: str, *chunks: bytes, every: float = 0.0) -> web.StreamResponse:
-        """Write below aiohttp, then cut the connection."""
+        """Write below aiohttp, then cut the connection; an empty line is added to `head` unless it ends in a new line."""
         assert request.transport is not None
-        request.transport.write(head.replace("\n", "\r\n").encode() + b"\r\n\r\n")
+        head += "" if head.endswith("\n") else "\n\n"
+        request.transport.write(head.replace("\n", "\r\n").encode())
         for chunk in chunks:
             await asyncio.sleep(every)
             if request.transport.is_closing():
@@ -171,6 +196,32 @@ class Server:
 
     async def fault_not_http(self, request: web.Request) -> web.StreamResponse:
         return await self._raw(request, "SSH-2.0-OpenSSH_9.9", b"hello\r\n\r\n")
+
+    async def fault_over(self, request: web.Request) -> web.StreamResponse:
+        """A picture, and more than its Content-Length says."""
+        body = picture(8)
+        return await self._raw(request, f"HTTP/1.1 200 OK\nContent-Length: {len(body)}", body + b"HTTP/1.1 and more")
+
+    async def fault_over_at_once(self, request: web.Request) -> web.StreamResponse:
+        body = picture(8)
+        assert request.transport is not None
+        request.transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b and more" % (len(body), body))
+        await asyncio.sleep(0.05)
+        request.transport.abort()
+        raise asyncio.CancelledError
+
+    async def fault_bad_chunk(self, request: web.Request) -> web.StreamResponse:
+        return await self._raw(request, "HTTP/1.1 200 OK\nTransfer-Encoding: chunked", b"zz\r\nhello\r\n", every=0.05)
+
+    async def fault_slow_head(self, request: web.Request) -> web.StreamResponse:
+        """Slow-loris: a header that never ends."""
+        chunks = [b"X-Header: %d\r\n" % i for i in range(100)]
+        return await self._raw(request, "HTTP/1.1 200 OK\n", *chunks, every=0.05)
+
+    async def fault_long_head(self, request: web.Request) -> web.StreamResponse:
+        body = picture(9)
+        head = f"HTTP/1.1 200 OK\nContent-Security-Policy: {'x' * 20_000}\nContent-Length: {len(body)}"
+        return await self._raw(request, head, body)
 
     async def fault_drip(self, request: web.Request) -> web.StreamResponse:
         return await self._raw(request, "HTTP/1.1 200 OK\nContent-Length: 100000", *[b"x"] * 400, every=0.05)
