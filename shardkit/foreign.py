@@ -15,7 +15,7 @@ from typing import IO, Any
 import pyarrow as pa
 import xxhash
 
-from core.errors import InputError
+from core.errors import DataError, InputError
 from core.storage import Folder, expand
 from shardkit.index import Shard, split_name
 from shardkit.tar import Member, scan_file
@@ -26,8 +26,8 @@ CAPTION_KEYS = ("captions", "caption", "text", "TEXT")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 
 
-def open_foreign(url: str) -> tuple[Folder, list[Shard], pa.Table, str]:
-    """Folder, shards, samples and fingerprint of webdataset tars (see `ShardSet`); samples carry no checksum.
+def open_foreign(url: str, *, skip: bool = False) -> tuple[Folder, list[Shard], pa.Table, str, list[int], list[Shard]]:
+    """What `opening.Opened` holds, of webdataset tars; samples carry no checksum. `skip` leaves damaged tars out.
 
     Raises:
         InputError: there are no tars, or no pictures with captions in them.
@@ -35,13 +35,21 @@ def open_foreign(url: str) -> tuple[Folder, list[Shard], pa.Table, str]:
     """
     paths = tar_paths(url)
     folder = Folder(paths[0].rpartition("/")[0] or ".")
-    shards, rows = [], []
+    shards, rows, bad = [], [], list[Shard]()
     digest = xxhash.xxh3_128()
     skipped = 0
     for path in paths:
-        with folder.open(path) as file:
-            found, without = _scan_samples(file, path)
-            name, size = path.removeprefix(f"{folder.url}/"), file.seek(0, 2)
+        name = path.removeprefix(f"{folder.url}/")
+        try:
+            with folder.open(path) as file:
+                found, without = _scan_samples(file, path)
+                size = file.seek(0, 2)
+        except DataError as error:
+            if not skip:
+                raise
+            log.warning("%s", error)
+            bad.append(Shard(name, 0, 0))  # how many samples it held nobody knows
+            continue
         skipped += without
         digest.update(f"{name.rpartition('/')[2]} {size} {[(r['key'], r['jpg_offset']) for r in found]}".encode())
         shards.append(Shard(name, len(found), size))
@@ -49,7 +57,7 @@ def open_foreign(url: str) -> tuple[Folder, list[Shard], pa.Table, str]:
     if not rows:
         raise InputError(f"expected pictures with captions in {url}, found none in {len(paths)} tars")
     log.info("%s: %d samples in %d tars without our index, %d left out", url, len(rows), len(paths), skipped)
-    return folder, shards, pa.Table.from_pylist(rows), digest.hexdigest()
+    return folder, shards, pa.Table.from_pylist(rows), digest.hexdigest(), [len(shards)], bad
 
 
 def tar_paths(url: str) -> list[str]:

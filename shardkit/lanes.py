@@ -24,6 +24,12 @@ from core.errors import ConfigError, InputError
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
+# Where nobody says otherwise, sets of up to WHOLE samples are shuffled whole, and larger ones so that POOL samples are
+# being mixed at any time. A larger pool would make no batch better that anyone could see, and the shards that are read at
+# one time have to fit into the local cache of a remote set.
+WHOLE = 1 << 20
+POOL = 1 << 18
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -37,7 +43,8 @@ class EpochOrder:
         seed, epoch: choose the order; nothing else does.
         lanes: L. Keep it over the whole run; a multiple of every rank count you mean to use keeps reads local.
         batch_size: B, the global batch in samples.
-        window: samples that are shuffled together, at least one shard; 0 shuffles the whole epoch together.
+        window: samples that are shuffled together, at least one shard; 0 takes the whole epoch up to `WHOLE` samples, and
+            above that as many as make the windows of all lanes hold `POOL`.
 
     Raises:
         ConfigError: a negative or zero setting.
@@ -64,7 +71,7 @@ class EpochOrder:
         self.remainder = left_over(self.samples, self.samples % batch_size, seed, epoch)
         self._length = self.steps * batch_size
         self._shard_starts = np.concatenate([[0], np.cumsum(sizes)])
-        self._plan_windows(sizes, window or self.samples)
+        self._plan_windows(sizes, window or (self.samples if self.samples <= WHOLE else -(-POOL // lanes)))
         self._cache: OrderedDict[int, Int64] = OrderedDict()
         self._lock = Lock()
 
@@ -122,17 +129,25 @@ class EpochOrder:
         Raises:
             ConfigError: `ranks` does not divide the batch, or rank or step are out of range.
         """
-        if ranks < 1 or self.batch_size % ranks:
-            raise ConfigError(
-                f"expected a batch size that {ranks} ranks can share equally, found {self.batch_size}; use a multiple of "
-                f"{ranks}"
-            )
-        if not (0 <= rank < ranks and 0 <= step < self.steps):
-            raise ConfigError(
-                f"expected a rank below {ranks} and a step below {self.steps}, found rank {rank}, step {step}"
-            )
+        check_rank(step, self.steps, rank, ranks, self.batch_size)
         first = step * self.batch_size
         return self._interleaved(np.arange(first + rank, first + self.batch_size, ranks, dtype=np.int64))
+
+    def mixing(self, step: int = 0) -> tuple[int, float]:
+        """Shards that batch `step` draws from, and how many a draw from the whole epoch would be expected to."""
+        sizes = np.diff(self._shard_starts)
+        seen = len(np.unique(np.searchsorted(self._shard_starts, self.batch_indices(step), side="right")))
+        return seen, float((1 - (1 - sizes / self.samples) ** self.batch_size).sum())
+
+
+def check_rank(step: int, steps: int, rank: int, ranks: int, batch_size: int) -> None:
+    """Refuse, by ConfigError, a rank, rank count or step that cannot be."""
+    if ranks < 1 or batch_size % ranks:
+        raise ConfigError(
+            f"expected a batch size that {ranks} ranks can share equally, found {batch_size}; use a multiple of {ranks}"
+        )
+    if not (0 <= rank < ranks and 0 <= step < steps):
+        raise ConfigError(f"expected a rank below {ranks} and a step below {steps}, found rank {rank}, step {step}")
 
 
 def left_over(samples: int, count: int, seed: int, epoch: int) -> Int64:

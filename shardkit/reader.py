@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -20,14 +20,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from core.errors import DataError, InputError, RunError
-from core.metrics import Series
-from core.storage import Folder
-from shardkit.index import SAMPLES, SHARDS, Shard, read_shard_list
+from core.errors import InputError, RunError
 from shardkit.lanes import EpochOrder
+from shardkit.mixture import Mixture
+from shardkit.opening import OnBad, Opened, encoded, open_sets
 from shardkit.ranges import RangeReader
 
-__all__ = ["Batch", "BatchReader", "EpochOrder", "Sample", "ShardSet"]
+__all__ = ["Batch", "BatchReader", "EpochOrder", "Mixture", "Sample", "ShardSet"]
 
 log = logging.getLogger("pairmill.shardkit")
 Int64 = npt.NDArray[np.int64]
@@ -67,58 +66,57 @@ class ShardSet:
     Attributes:
         shards: in listed order; sample numbers count through them.
         shard_sizes: samples in each, int64, as `EpochOrder` takes them.
+        set_sizes: the same for each of several sets, as `Mixture` takes them.
+        lost: samples of bad shards that were left out.
         fingerprint: digest of the shards' contents (of their names and sizes for foreign ones); the same set in another
             place has the same one.
-        bytes_read: bytes of images read so far.
-        read_s: seconds of each read, since the series was last taken.
+        bytes_read, read_s: bytes of images read so far, and the seconds that threads spent on it, summed.
         reading: the shard that each thread (by its ident) is reading now.
     """
 
-    def __init__(self, folder: Folder, shards: list[Shard], table: pa.Table, fingerprint: str) -> None:
-        self.folder, self.shards, self.fingerprint = folder, shards, fingerprint
-        self.shard_sizes: Int64 = np.array([s.samples for s in shards], dtype=np.int64)
-        self.read_s = Series()
-        self.bytes_read = 0
+    def __init__(self, opened: Opened) -> None:
+        self.folder, self.shards, self.fingerprint = opened.folder, opened.shards, opened.fingerprint
+        self.shard_sizes: Int64 = np.array([s.samples for s in self.shards], dtype=np.int64)
+        self.set_sizes = np.split(self.shard_sizes, np.cumsum(opened.sets)[:-1])
+        self.lost = sum(s.samples for s in opened.left_out)
+        self.bytes_read, self.read_s = 0, 0.0
         self.reading: dict[int, str] = {}
         self._lock = threading.Lock()
-        self._files = RangeReader(folder)
-        self._load(table)
+        self._files = RangeReader(self.folder)
+        self._load(opened.table)
 
     def _load(self, table: pa.Table) -> None:
         self._starts = np.concatenate([[0], np.cumsum(self.shard_sizes)])
         self._offset = table["jpg_offset"].to_numpy()
         self._size = table["jpg_size"].to_numpy()
-        self._crc32 = table["crc32"].to_numpy() if "crc32" in table.column_names else None
-        self._group, _ = _encoded(table["image_group"])
+        self._crc32 = _crc32(table)
+        self._group, _ = encoded(table["image_group"])
         self._words = _one_chunk(table.select(["key", "uid", "captions", "width", "height"]))
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     @classmethod
-    def open(cls, url: str | os.PathLike[str], *, check: bool = False) -> ShardSet:
-        """Open a folder of shards, ours or foreign.
+    def open(
+        cls,
+        url: str | os.PathLike[str] | Sequence[str],
+        *,
+        check: bool = False,
+        on_bad: OnBad = "stop",
+    ) -> ShardSet:
+        """Open folders of shards, ours or foreign; several are read as one set.
 
         Args:
-            url: a folder, or a webdataset pattern of tars (`path/{00000..00007}.tar`, `path/*.tar`).
+            url: a folder, or a webdataset pattern of tars (`path/{00000..00007}.tar`, `path/*.tar`), or several.
             check: compare each shard's sha256 too, which reads them all.
+            on_bad: `skip` leaves shards out that are missing or damaged, with a warning, and counts their samples.
 
         Raises:
             InputError: there are no shards.
             DataError: a shard is missing or is not what the index says; the message names it.
         """
-        folder = Folder(url)
-        if not folder.exists(SHARDS):
-            from shardkit.foreign import open_foreign
-
-            return cls(*open_foreign(os.fspath(url)))
-        listed = read_shard_list(folder)
-        if not listed.samples:
-            raise InputError(f"expected samples in {folder}, found an empty set; check what dedup dropped and why")
-        for shard in listed.shards:
-            check_shard(folder, shard, contents=check)
-        table = _read_samples(folder, listed.shards)
-        return cls(folder, listed.shards, table, _fingerprint(listed.shards))
+        urls = [url] if isinstance(url, (str, os.PathLike)) else list(url)
+        return cls(open_sets(urls, check, on_bad))
 
     def captions(self, index: int) -> list[str]:
         """All captions of one sample, without reading its image."""
@@ -144,7 +142,7 @@ class ShardSet:
         self.reading.pop(threading.get_ident(), None)
         with self._lock:
             self.bytes_read += sum(len(d) for d, _ in data)
-            self.read_s.add(time.perf_counter() - start)
+            self.read_s += time.perf_counter() - start
         words = self._words.take(indices).to_pylist()
         return [
             Sample(d, w["captions"], w["uid"], int(self._group[i]), w["key"], self.shards[s].name, w["width"], w["height"],
@@ -161,65 +159,16 @@ class ShardSet:
             return b"", f"{name} cannot be read: {error.strerror or error}"
         if len(data) != size:
             return data, f"{name} is cut short: expected {size} bytes, found {len(data)}"
-        if self._crc32 is not None and zlib.crc32(data) != self._crc32[index]:
+        if self._crc32[index] >= 0 and zlib.crc32(data) != self._crc32[index]:
             return data, f"{name} has changed: the sample's crc32 differs from the index"
         return data, ""
 
 
-def check_shard(folder: Folder, shard: Shard, *, contents: bool = False) -> None:
-    """Raise DataError, naming it, where a shard is missing, of another size, or (`contents`) of another sha256."""
-    advice = "restore it, or make the shards again with `pairmill shard --fresh`"
-    try:
-        size = folder.size(shard.name)
-    except FileNotFoundError:
-        raise DataError(f"expected shard {shard.name} in {folder}, found none; {advice}") from None
-    if size != shard.bytes:
-        raise DataError(
-            f"shard {folder.path(shard.name)} has changed: expected {shard.bytes} bytes, found {size}; {advice}"
-        )
-    if contents and shard.sha256 and folder.sha256(shard.name) != shard.sha256:
-        raise DataError(f"shard {folder.path(shard.name)} has changed: its sha256 is not the listed one; {advice}")
-
-
-def _read_samples(folder: Folder, shards: list[Shard]) -> pa.Table:
-    import pyarrow.parquet as pq
-
-    columns = ["shard", "key", "uid", "captions", "jpg_offset", "jpg_size", "width", "height", "crc32", "image_group"]
-    try:
-        if folder.local is not None:
-            # by path: a table read from a Python file and still alive at exit aborts the process in one of three runs
-            # where torch is loaded too (pyarrow 26, torch 2.13)
-            table = pq.read_table(folder.local / SAMPLES, columns=columns)
-        else:
-            with folder.open(SAMPLES) as file:
-                table = pq.read_table(file, columns=columns)
-    except FileNotFoundError:
-        raise DataError(
-            f"expected {SAMPLES} beside {SHARDS} in {folder}, found none; run `pairmill shard` again"
-        ) from None
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"expected the samples of {folder} in {SAMPLES}, found {error}") from error
-    codes, names = _encoded(table["shard"])
-    counts = list(zip(names, np.bincount(codes).tolist(), strict=True))
-    if counts != [(s.name, s.samples) for s in shards if s.samples]:
-        raise DataError(f"{SAMPLES} and {SHARDS} of {folder} do not list the same shards; run `pairmill shard` again")
-    return table
-
-
-def _fingerprint(shards: list[Shard]) -> str:
-    import xxhash
-
-    digest = xxhash.xxh3_128()
-    for shard in shards:
-        digest.update(f"{shard.name} {shard.samples} {shard.bytes} {shard.sha256}\n".encode())
-    return digest.hexdigest()
-
-
-def _encoded(column: pa.ChunkedArray) -> tuple[Int64, list[str]]:
-    """A number for each row, equal for equal values, and the values by number, in order of first appearance."""
-    chunks = column.dictionary_encode().chunks  # one dictionary for all chunks
-    codes = [chunk.indices.to_numpy().astype(np.int64) for chunk in chunks]
-    return np.concatenate(codes), chunks[0].dictionary.to_pylist()
+def _crc32(table: pa.Table) -> Int64:
+    """Checksum of each picture, -1 where the set has none."""
+    if "crc32" not in table.column_names:
+        return np.full(table.num_rows, -1, dtype=np.int64)
+    return table["crc32"].cast(pa.int64()).fill_null(-1).to_numpy()
 
 
 def _one_chunk(table: pa.Table) -> pa.RecordBatch:
@@ -244,7 +193,7 @@ class Batch:
 class BatchReader:
     """Iterates over a rank's batches of one epoch from `start_step`, in order, read ahead by threads.
 
-    Use it as a context manager, or call `close`. `wait_s` holds the time each batch kept its taker waiting.
+    Use it as a context manager, or call `close`.
 
     Args:
         depth: batches ready or being read at most.
@@ -259,7 +208,7 @@ class BatchReader:
     def __init__(
         self,
         shard_set: ShardSet,
-        order: EpochOrder,
+        order: EpochOrder | Mixture,
         rank: int = 0,
         ranks: int = 1,
         start_step: int = 0,
@@ -273,7 +222,6 @@ class BatchReader:
         order.rank_indices(0, rank, ranks)  # refuses a rank count that cannot be before any thread starts
         self.shard_set, self.order, self.rank, self.ranks = shard_set, order, rank, ranks
         self.depth, self.timeout_s = depth, timeout_s
-        self.wait_s = Series()
         self._next_read = self._next_out = start_step
         self._ready: dict[int, Batch | BaseException] = {}
         self._changed = threading.Condition()
@@ -299,7 +247,7 @@ class BatchReader:
         return len(self._ready)
 
     def _take(self) -> Batch:
-        with self.wait_s.timed(), self._changed:
+        with self._changed:
             arrived = self._changed.wait_for(lambda: self._closed or self._next_out in self._ready, self.timeout_s)
             if self._closed:
                 raise RunError("the reader was closed while a batch was awaited")

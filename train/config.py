@@ -16,8 +16,14 @@ class TrainConfig(StageConfig):
     number of ranks that divides the batch.
     """
 
-    shards: str = setting("")
-    """Folder of shards made by `shard`, or any webdataset folder or URL; empty takes WORK/shards."""
+    shards: tuple[str, ...] = setting(())
+    """Folder of shards made by `shard`, or any webdataset folder, pattern or URL; none takes WORK/shards. Several are read
+    as one set, or mixed by `weights`."""
+    weights: tuple[float, ...] = setting(())
+    """Share of each batch that each of several `shards` gets, in their order; only the ratios matter. An epoch then ends
+    when the first set has been seen once, and the others go on where they are. None mixes them by their sizes."""
+    on_bad_shard: Literal["stop", "skip"] = setting("stop", stable=False)
+    """What a missing or damaged shard does at the start: `stop` names it, `skip` leaves it out and counts what is lost."""
     name: str = setting("main", stable=False)
     """Name of the run, a folder under WORK/runs. Other settings need another name."""
     model: str = setting("small-112")

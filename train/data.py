@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Protocol
@@ -27,7 +27,8 @@ from torch import Tensor
 from core import images
 from core.errors import ConfigError, ImageError, RunError
 from core.metrics import Jsonl, Series
-from shardkit.reader import BatchReader, EpochOrder, Sample, ShardSet
+from shardkit.reader import Batch as RawBatch
+from shardkit.reader import BatchReader, EpochOrder, Mixture, Sample, ShardSet
 from train.colour import random_colour
 from train.decode_cpu import Decoder, Picture, View, middle_view, random_view
 from train.tokenizer import Tokenizer
@@ -35,6 +36,7 @@ from train.towers import trim
 
 log = logging.getLogger("pairmill.train")
 
+STARVED_S = 120.0  # a step that waits so long for the decoder waits for ever
 QUEUE_DEPTH = 3  # decoded batches held ready; more only hides for longer that decoding is too slow
 FEW_BAD = 16  # so many unreadable pictures never stop a run, whatever share of a small beginning they are
 NONE_GOOD = 8  # but so many without a good one between them do: a shard, or the decoder, is broken
@@ -68,23 +70,45 @@ class Batch:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which samples each step of a run holds: a function of the shards and four numbers, and of no rank count."""
+    """Which samples each step of a run holds: a function of the shards and a few numbers, and of no rank count."""
 
     shard_set: ShardSet
     seed: int
     batch_size: int
     lanes: int
     steps_per_epoch: int
+    weights: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, shard_set: ShardSet, seed: int, batch_size: int) -> Plan:
-        """Raises InputError where the shards hold fewer samples than one batch."""
-        lanes = max(n for n in range(1, MAX_LANES + 1) if batch_size % n == 0)
-        first = EpochOrder(shard_set.shard_sizes, seed, 0, lanes, batch_size)
-        return cls(shard_set, seed, batch_size, lanes, first.steps)
+    def of(cls, shard_set: ShardSet, seed: int, batch_size: int, weights: Sequence[float] = ()) -> Plan:
+        """The plan of a run; `weights` mix the sets that `shard_set` was opened from.
 
-    def order(self, epoch: int) -> EpochOrder:
+        Raises:
+            InputError: the shards hold fewer samples than one batch.
+            ConfigError: weights that do not fit.
+        """
+        lanes = max(n for n in range(1, MAX_LANES + 1) if batch_size % n == 0)
+        plan = cls(shard_set, seed, batch_size, lanes, 0, tuple(weights))
+        return replace(plan, steps_per_epoch=plan.order(0).steps)
+
+    def order(self, epoch: int) -> EpochOrder | Mixture:
+        if self.weights:
+            sizes = self.shard_set.set_sizes
+            return Mixture(sizes, self.weights, self.seed, epoch, self.lanes, self.batch_size)
         return EpochOrder(self.shard_set.shard_sizes, self.seed, epoch, self.lanes, self.batch_size)
+
+    def describe(self) -> str:
+        """How well a batch is mixed: shards in one against a perfect draw, or the share of each set."""
+        order = self.order(0)
+        if isinstance(order, Mixture):
+            parts = [
+                f"{share / self.batch_size:.1%} (asked for {weight / sum(self.weights):.1%})"
+                for share, weight in zip(order.shares, self.weights, strict=True)
+            ]
+            return f"each batch of {self.batch_size} holds {', '.join(parts)} of the shard sets, in their order"
+        seen, expected = order.mixing()
+        shards = len(self.shard_set.shards)
+        return f"a batch of {self.batch_size} draws from {seen} of {shards} shards (a perfect draw from {expected:.1f})"
 
 
 class ViewOf(Protocol):
@@ -218,15 +242,20 @@ class Loader:
         flip: bool,
         jitter: float = 0.0,
         gray: float = 0.0,
+        starved_s: float = STARVED_S,
     ) -> None:
         if plan.batch_size % ranks:
             raise ConfigError(f"batch_size {plan.batch_size} cannot be shared equally by {ranks} ranks; change either.")
         self.plan, self.preparer, self.quarantine = plan, preparer, quarantine
         self.rank, self.ranks, self.start, self.stop = rank, ranks, start, stop
-        self.crop, self.flip, self.jitter, self.gray = crop, flip, jitter, gray
+        self.crop, self.flip, self.jitter, self.gray, self.starved_s = crop, flip, jitter, gray, starved_s
         self.waits = Waits()
+        if rank == 0:
+            log.info("%s", plan.describe())
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(QUEUE_DEPTH)
         self._closed = threading.Event()
+        self._begun: RawBatch | None = None  # what is being decoded now
+        self._starved = False
         self._thread = threading.Thread(target=self._work, name="prepare", daemon=True)
 
     def __enter__(self) -> Loader:
@@ -235,7 +264,9 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
-        while self._thread.is_alive():  # make room, because the thread may stand before a full queue
+        while (
+            self._thread.is_alive() and not self._starved
+        ):  # make room, because the thread may stand before a full queue
             self._drain()
             self._thread.join(timeout=0.05)
         self._drain()
@@ -248,10 +279,25 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         for _ in range(self.start, self.stop):
             with self.waits.decode.timed():
-                item = self._queue.get()
+                item = self._take()
             if isinstance(item, BaseException):
                 raise item
             yield item
+
+    def _take(self) -> Batch | BaseException:
+        """The next item. The reader raises its own starvation through the queue, so that of the decoder is meant here."""
+        while True:
+            at = self._begun
+            try:
+                return self._queue.get(timeout=self.starved_s)
+            except queue.Empty:
+                self._starved = self._begun is at and at is not None
+                if self._starved and at is not None:
+                    return RunError(
+                        f"rank {self.rank} starved in stage decode: step {at.step} was not decoded within "
+                        f"{self.starved_s:g} s, its samples are of {', '.join(sorted({s.shard for s in at.samples}))}; "
+                        "look at those with `pairmill verify --deep`, then resume"
+                    )
 
     def _work(self) -> None:
         try:
@@ -271,8 +317,10 @@ class Loader:
             for step in range(first + begin, min(self.stop, first + self.plan.steps_per_epoch)):
                 with self.waits.reader.timed():
                     raw = next(batches)
+                self._begun = raw
                 with self.waits.decode_busy.timed():
                     batch, reasons = self.preparer.prepare(step, raw.samples, view_of)
+                self._begun = None
                 self.quarantine.note(batch, raw.samples, reasons)
                 if not self._put(batch):
                     return False

@@ -56,8 +56,8 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
         RunError: too many unreadable pictures or non-finite steps, or the loader starved.
     """
     # ---- data -------------------------------------------------------------------------------------------------------
-    shard_set = ShardSet.open(config.shards or f"{config.work}/shards")
-    plan = Plan.of(shard_set, config.seed, config.batch_size)
+    shard_set = ShardSet.open(config.shards or f"{config.work}/shards", on_bad=config.on_bad_shard)
+    plan = Plan.of(shard_set, config.seed, config.batch_size, config.weights)
     total = config.steps or config.epochs * plan.steps_per_epoch
     tokenizer = Tokenizer()
     shape = dataclasses.replace(model_config(config.model), patch_dropout=config.patch_dropout)
@@ -219,6 +219,7 @@ class Trainer:
         return {
             "steps": self.step,
             "samples_seen": self.step * self.config.batch_size,
+            "samples_left_out": self.meter.loader.plan.shard_set.lost,
             "loss": self._last_loss(),
             **self.meter.summary(),
             "checkpoint": str(path),

@@ -208,7 +208,7 @@ def read_done(home: Path) -> dict[str, Any] | None:
 def _same_data(config: TrainConfig, home: Path, finished: dict[str, Any]) -> dict[str, Any]:
     from shardkit.reader import ShardSet
 
-    now = ShardSet.open(shards_folder(config)).fingerprint
+    now = ShardSet.open(shards_folder(config), on_bad=config.on_bad_shard).fingerprint
     if now != finished.get("data"):
         raise WorkFolderError(
             f"{home} was trained on other shards than there are now (was {finished.get('data')}, now {now}); choose "
@@ -218,7 +218,7 @@ def _same_data(config: TrainConfig, home: Path, finished: dict[str, Any]) -> dic
     return finished
 
 
-def shards_folder(config: TrainConfig) -> str:
+def shards_folder(config: TrainConfig) -> str | tuple[str, ...]:
     """What `--shards` names."""
     return config.shards or f"{config.work}/shards"
 
@@ -237,7 +237,8 @@ def _launch(config: TrainConfig, home: Path, ranks: int) -> dict[str, Any]:
     if finished is not None:
         return _same_data(config, home, finished)
     # What every rank would complain about is found here first, where it is one sentence and not torchrun's page.
-    Plan.of(ShardSet.open(shards_folder(config)), config.seed, config.batch_size)
+    shard_set = ShardSet.open(shards_folder(config), on_bad=config.on_bad_shard)
+    Plan.of(shard_set, config.seed, config.batch_size, config.weights)
     (home / FAILED).unlink(missing_ok=True)
     config = dataclasses.replace(config, fresh=False)
     values = json.dumps(plain({f.name: getattr(config, f.name) for f in dataclasses.fields(config)}))
