@@ -26,11 +26,13 @@ _PARTS = "read_parquet({}, union_by_name=true)"
 _TABLE = "read_parquet({})"
 # The file of a live run may end in half a line, which becomes a row of nulls.
 _LINES = "read_json_auto({}, format='newline_delimited', ignore_errors=true, union_by_name=true, filename=true)"
+SCORES = "scores/[!.]*.parquet"  # `score`'s column, which `pairs` shows beside ingest's
 VIEWS: dict[str, tuple[str, str, str]] = {
     "pairs": ("ingest/parts/[!.]*.parquet", _PARTS, "ingest"),
     "signatures": ("dedup/signatures/[!.]*.parquet", _PARTS, "dedup"),
     "clusters": ("dedup/clusters.parquet", _TABLE, "dedup"),
     "decisions": ("dedup/decisions.parquet", _TABLE, "dedup"),
+    "against": ("dedup/against.parquet", _TABLE, "dedup --against"),
     "samples": ("shards/samples.parquet", _TABLE, "shard"),
     "holdout": ("holdout/samples.parquet", _TABLE, "shard"),
     "steps": ("runs/*/metrics.jsonl", _LINES, "train"),
@@ -72,12 +74,21 @@ def _make_views(connection: duckdb.DuckDBPyConnection, folder: Folder, views: Co
             continue
         source = reader.format(literal(folder, pattern))
         try:
+            if name == "pairs" and _present(folder, SCORES):
+                source = _scored(connection, source, _PARTS.format(literal(folder, SCORES)))
             connection.execute(f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM {source}")
         except duckdb.Error as error:
             raise DataError(
                 f"the {name} of {folder} cannot be read; DuckDB says: {says(error)}; restore that file, or "
                 f"delete it and run `pairmill {verb}` again"
             ) from error
+
+
+def _scored(connection: duckdb.DuckDBPyConnection, parts: str, scores: str) -> str:
+    """Pairs and their scores. A row whose part was made again since it was scored has none, by its uid."""
+    known = {row[0] for row in connection.execute(f"DESCRIBE SELECT * FROM {parts}").fetchall()}
+    own = "p.* EXCLUDE (clip_score)" if "clip_score" in known else "p.*"
+    return f"""(SELECT {own}, s.clip_score FROM {parts} p LEFT JOIN {scores} s USING (unit, "row", uid))"""
 
 
 def says(error: Exception) -> str:

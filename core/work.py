@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -52,25 +52,32 @@ def fingerprint(folder: Folder, *patterns: str) -> str:
 
     Contents are hashed up to 1 MiB from the end, where Parquet keeps its footer with the statistics of every column.
     """
+    return fingerprint_of(folder, [name for pattern in patterns for name in folder.list(pattern)])
+
+
+def fingerprint_of(folder: Folder, names: Iterable[str]) -> str:
+    """`fingerprint` of the files with these names, in this order."""
     import xxhash
 
     digest = xxhash.xxh3_128()
-    for pattern in patterns:
-        for name in folder.list(pattern):
-            size = folder.size(name)
-            tail = min(size, 1 << 20)
-            digest.update(f"{name} {size}\n".encode())
-            digest.update(folder.read_range(name, size - tail, tail))
+    for name in names:
+        size = folder.size(name)
+        tail = min(size, 1 << 20)
+        digest.update(f"{name} {size}\n".encode())
+        digest.update(folder.read_range(name, size - tail, tail))
     return digest.hexdigest()
 
 
 @contextlib.contextmanager
-def open_stage(config: StageConfig, name: str, *, home: str, inputs: str = "", redo: bool = True) -> Iterator[Stage]:
+def open_stage(
+    config: StageConfig, name: str, *, home: str, inputs: str = "", redo: bool = True, keep: Collection[str] = ()
+) -> Iterator[Stage]:
     """Enter the work folder for stage `name`, whose outputs all lie under `home` (`ingest`, `dedup`, `shards`).
 
     Args:
         inputs: fingerprint of what the stage reads.
         redo: whether a changed input makes the stage start over (cheap, derived data) or is refused (downloads).
+        keep: entries of `home` that outlive a changed input, because the stage itself tells which of them still hold.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -92,16 +99,21 @@ def open_stage(config: StageConfig, name: str, *, home: str, inputs: str = "", r
                     f"{name} away with --fresh"
                 )
             log.info("%s: its input has changed, so it runs again", name)
-            _throw_away(folder, home)
+            _throw_away(folder, home, keep)
         _record_settings(folder, name, config, inputs)
         marker = f"{home}/done.json"
         finished = json.loads(folder.read(marker)) if folder.exists(marker) else None
         yield Stage(folder, name, home, finished)
 
 
-def _throw_away(folder: Folder, home: str) -> None:
+def _throw_away(folder: Folder, home: str, keep: Collection[str] = ()) -> None:
     folder.remove(f"{home}/done.json")  # first, so that what a kill leaves of the rest is not taken for finished
-    folder.remove(home)
+    if not keep:
+        folder.remove(home)
+        return
+    for name in folder.list(f"{home}/*"):
+        if name.rpartition("/")[2] not in keep:
+            folder.remove(name)
 
 
 def read_settings(folder: Folder) -> dict[str, Any]:

@@ -1,23 +1,23 @@
-"""Banding: which rows share a bucket, found by DuckDB one band at a time, and which pairs of them are worth comparing.
+"""Banding: which rows share a bucket, one band at a time, and which pairs of them are worth comparing.
 
-N rows, one key a row and band. DuckDB groups because it spills to disk where the memory given to it ends.
+N rows with one key each, M of them in buckets with others. Grouping in numpy takes 20 ns a row and band where DuckDB takes
+120, and 30 bytes a row, one band at a time.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 from dedup.minhash import PERMUTATIONS
 
-if TYPE_CHECKING:
-    import duckdb
-
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
+Nearness = Callable[[I64], U64]
 
+_UPPER = np.uint64(0xFFFFFFFF00000000)
 WINDOW = 3  # a bucket of up to four rows is compared completely; larger ones along the sorted chain
 ROWS = ((0.75, 5), (0.65, 4), (0.5, 3), (0.0, 2))  # expected recall at the lower end: .95, .96, .94; at 0.8: .99
 
@@ -35,48 +35,61 @@ def expected_recall(similarity: float, rows: int) -> float:
     return 1.0 - (1.0 - similarity**rows) ** (PERMUTATIONS // rows)
 
 
-def fold_columns(columns_RN: list[npt.NDArray[np.uint32]]) -> U64:
-    """One uint64 key a row from R columns (multiply, add, shift; R is at most 8)."""
-    key_N = np.full(len(columns_RN[0]), 0x9E3779B97F4A7C15, np.uint64)
-    for column_N in columns_RN:
-        key_N = (key_N ^ column_N) * np.uint64(0xD6E8FEB86659FD93)
+def fold_columns(columns_RN: Iterable[npt.NDArray[np.uint32]]) -> U64:
+    """One uint64 key a row from R columns, the upper half well mixed."""
+    first_N, *others_RN = columns_RN
+    key_N = first_N * np.uint64(0xD6E8FEB86659FD93)
+    for column_N in others_RN:
         key_N ^= key_N >> np.uint64(32)
+        key_N ^= column_N
+        key_N *= np.uint64(0xD6E8FEB86659FD93)
     return key_N
 
 
-def colliding(connection: duckdb.DuckDBPyConnection, keys_N: U64) -> tuple[I64, U64]:
-    """The row numbers whose key occurs more than once, and their keys, in no particular order."""
-    import pyarrow as pa
+def buckets(keys_N: U64) -> tuple[I64, U64]:
+    """The rows whose key others have too, in order of (key, row), and the keys' upper halves.
 
-    table = pa.table({"id": np.arange(len(keys_N), dtype=np.uint32), "key": keys_N})
-    connection.register("band", table)
-    try:
-        found = connection.execute(
-            "SELECT id, key FROM band SEMI JOIN (SELECT key FROM band GROUP BY key HAVING count(*) > 1) USING (key)"
-        ).fetchnumpy()
-    finally:
-        connection.unregister("band")
-    return np.asarray(found["id"]).astype(np.int64), np.asarray(found["key"]).astype(np.uint64)
-
-
-def candidates(ids_M: I64, keys_M: U64, nearness_M: U64, names: I64 | None = None) -> U64:
-    """Pairs worth comparing inside each bucket, as sorted distinct `smaller << 32 | larger`.
-
-    Every row is paired with the next `WINDOW` rows of its bucket in order of `nearness`, and with the bucket's first: a
-    star alone decays in large buckets, where most rows have nothing to do with its centre. `names` are what the rows are
-    called in the result, where several rows stand for one thing.
+    Keys are told apart by their upper half, which must be well mixed; candidates are verified, so that two keys in four
+    thousand million pass for one costs nothing. Nine rows in ten are alone, and a table of slots shows that at a fifth of
+    a sort's time.
     """
-    order = np.lexsort((ids_M, nearness_M, keys_M))
-    ids, keys = (ids_M if names is None else names)[order], keys_M[order]
-    new = np.ones(len(ids), bool)
-    new[1:] = keys[1:] != keys[:-1]
-    first = np.flatnonzero(new)[np.cumsum(new) - 1]
-    left, right = [first], [np.arange(len(ids))]
+    rows_N = np.arange(len(keys_N), dtype=np.uint32)
+    shift = np.uint64(63 - len(keys_N).bit_length())
+    slots_N = (keys_N >> shift).astype(np.int64)
+    last = np.empty(1 << (64 - int(shift)), np.uint32)
+    last[slots_N] = rows_N
+    crowded = np.zeros(len(last), bool)
+    crowded[slots_N[last[slots_N] != rows_N]] = True
+    rows = np.flatnonzero(crowded[slots_N])
+    ordered = np.sort((keys_N[rows] & _UPPER) | rows.astype(np.uint64))
+    upper = ordered >> np.uint64(32)
+    same = upper[1:] == upper[:-1]
+    shared = np.concatenate((same, [False])) | np.concatenate(([False], same)) if len(rows) else same
+    return (ordered[shared] & ~_UPPER).astype(np.int64), upper[shared]
+
+
+def candidates(rows_M: I64, keys_M: U64, nearness: Nearness, names_N: I64 | None = None) -> U64:
+    """Pairs worth comparing inside each bucket of `buckets`, as sorted distinct `smaller << 32 | larger`.
+
+    Every row is paired with the next `WINDOW` rows of its bucket, and with the bucket's first: a star alone decays in
+    large buckets, where most rows have nothing to do with its centre. In buckets that this does not compare completely,
+    the rows stand in order of `nearness(rows)`. `names_N` are what rows are called in the result, where several stand for
+    one thing.
+    """
+    new = np.ones(len(rows_M), bool)
+    new[1:] = keys_M[1:] != keys_M[:-1]
+    begins = np.flatnonzero(new)
+    sizes = np.diff(np.append(begins, len(rows_M)))
+    large = np.flatnonzero(np.repeat(sizes > WINDOW + 1, sizes))
+    rows = rows_M.copy()
+    rows[large] = rows[large[np.lexsort((rows[large], nearness(rows[large]), keys_M[large]))]]
+    rows = rows if names_N is None else names_N[rows]
+    left, right = [rows[np.repeat(begins, sizes)]], [rows]
     for step in range(1, WINDOW + 1):
-        near = np.flatnonzero(keys[step:] == keys[:-step])
-        left.append(near)
-        right.append(near + step)
-    return pair_keys(ids[np.concatenate(left)], ids[np.concatenate(right)])
+        near = np.flatnonzero(keys_M[step:] == keys_M[:-step])
+        left.append(rows[near])
+        right.append(rows[near + step])
+    return pair_keys(np.concatenate(left), np.concatenate(right))
 
 
 def pair_keys(a: I64, b: I64) -> U64:

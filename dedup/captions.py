@@ -101,7 +101,11 @@ def _batches(connection: duckdb.DuckDBPyConnection, source: str, config: DedupCo
 
 
 def _source(pattern: str) -> str:
-    files = expand(pattern)
+    return reader_of(expand(pattern))
+
+
+def reader_of(files: list[str]) -> str:
+    """The DuckDB function that reads tables of one kind."""
     return _READERS[_kind(files[0])].format(", ".join("'" + f.replace("'", "''") + "'" for f in files))
 
 

@@ -56,6 +56,15 @@ class DedupConfig(StageConfig):
     holdout: str = setting("", stable=False)
     """SQL condition over `pairs` that marks the evaluation rows: always kept, never trained on, and training pairs with
     one of their pictures are dropped."""
+    against: tuple[str, ...] = setting((), stable=False)
+    """An evaluation set that must not be trained on: a folder of pictures or of .tar shards, a work folder, or a table
+    with captions, URLs or pictures. Pairs that show one of its pictures or say one of its captions are dropped. May be
+    given more than once."""
+    balance: int = setting(0, stable=False)
+    """Balance captions as MetaCLIP did: an entry that more than this many captions hold is sampled down to about it, and
+    captions without an entry go (MetaCLIP: 20000 for 400 M pairs); 0 leaves them alone."""
+    balance_entries: str = setting("", stable=False)
+    """Text file of the entries to balance by, one word or phrase a line; empty takes the data's own words."""
     minhash: Literal["numpy", "datasketch"] = setting("numpy", stable=False)
     """Who computes the caption signatures: `datasketch` is the slow reference (ten times slower)."""
     memory_gb: float = setting(4.0, stable=False)
@@ -67,7 +76,7 @@ class DedupConfig(StageConfig):
         """The settings that another decision over the same signatures may change."""
         ignored = {"work", "workers", "engine", "fresh", "memory_gb", "dry_run", "captions", "caption_col"}
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ignored}
-        return {**values, "preset": list(self.preset)}
+        return {**values, "preset": list(self.preset), "against": list(self.against)}
 
     def check(self) -> None:
         """Raise ConfigError for a value outside its range or settings that contradict each other."""
@@ -82,6 +91,10 @@ class DedupConfig(StageConfig):
             )
         if not 0 < self.memory_gb <= 1e6:
             raise ConfigError(f"--memory-gb: expected more than 0, up to a million, found {self.memory_gb:g}")
+        if self.balance < 0 or (self.balance_entries and not self.balance):
+            raise ConfigError(
+                f"--balance: expected 1 or more (0 is off, and then there are no entries to balance), found {self.balance}"
+            )
         if self.workers < 0:
             raise ConfigError(f"--workers: expected 0 or more, found {self.workers}")
         if self.captions and (self.where or self.preset or self.holdout):

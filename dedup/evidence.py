@@ -12,7 +12,8 @@ import pyarrow as pa
 
 from dedup import phash
 from dedup.bands import ascending
-from dedup.match import Edges, Sets, jaccard
+from dedup.match import Edges, jaccard
+from dedup.tokens import Sets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +44,11 @@ class Pairs:
     def text(self) -> U64:
         """Key of each normalised caption; 0 for one without words."""
         return self.numbers("caption_key").astype(np.uint64)
+
+    @cached_property
+    def words(self) -> I64:
+        """How many different words each caption has."""
+        return self.numbers("words").astype(np.int64)
 
     @cached_property
     def set_key(self) -> U64:

@@ -8,25 +8,25 @@ from __future__ import annotations
 import json
 import logging
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
+import xxhash
 
 from core import catalog
 from core.errors import ConfigError, InputError
 from core.runner import cores
-from core.schema import decision_schema
 from core.storage import Folder
 from core.work import fingerprint, open_stage
-from dedup import bands, captions, filters, policy, store
+from dedup import against, balance, bands, captions, evalsets, filters, policy, store
 from dedup.clusters import components, first_of
 from dedup.config import DedupConfig
 from dedup.evidence import Likeness, Pairs, image_groups
-from dedup.match import Edges
-from dedup.sign import sign, units_of
+from dedup.publish import CLUSTERS, DECISIONS, publish
+from dedup.sign import digests_of, sign, units_of
 
 if TYPE_CHECKING:
     import duckdb
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pairmill.dedup")
 I64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 PARTS = "ingest/parts"
-DECISIONS, CLUSTERS = "dedup/decisions.parquet", "dedup/clusters.parquet"
+KEPT = ("signatures", "sets", "edges", "against")  # each of these files says what it was made from
 LARGEST = 5
 ALARM_SHARE, ALARM_PAIRS = 0.01, 100  # a cluster of captions this large is boilerplate more often than repetition
 
@@ -56,19 +57,14 @@ def run(config: DedupConfig) -> dict[str, Any]:
     start = time.monotonic()
     config.check()
     folder = Folder(config.work)
-    if config.captions:
-        inputs = captions.fingerprint(config.captions)
-    else:
-        if not folder.list(f"{PARTS}/*.parquet"):
-            raise InputError(f"{folder} holds no pairs yet; run `pairmill ingest` or `pairmill adopt` first")
-        inputs = fingerprint(folder, f"{PARTS}/*.parquet")
-    with open_stage(config, "dedup", home="dedup", inputs=inputs) as stage:
+    sources = evalsets.find(config.against)
+    inputs = captions.fingerprint(config.captions) if config.captions else _fingerprint(folder)
+    with open_stage(config, "dedup", home="dedup", inputs=inputs, keep=KEPT) as stage:
         settings = config.decides()
-        whole = stage.finished is not None and folder.exists(DECISIONS) and folder.exists(CLUSTERS)
-        if stage.finished and whole and not config.dry_run and stage.finished.get("settings") == settings:
+        if not config.dry_run and _is_decided(folder, stage.finished, settings, sources):
             log.info("dedup: already decided with these settings")
-            return stage.finished
-        summary = _judged(folder, config)
+            return stage.finished or {}
+        summary = _judged(folder, config, sources)
         summary |= {"seconds": round(time.monotonic() - start, 3), "settings": settings}
         if config.dry_run:
             return summary
@@ -77,12 +73,28 @@ def run(config: DedupConfig) -> dict[str, Any]:
     return finished
 
 
-def _judged(folder: Folder, config: DedupConfig) -> dict[str, Any]:
+def _fingerprint(folder: Folder) -> str:
+    """Of all that the decisions depend on, but for settings and evaluation sets."""
+    if not folder.list(f"{PARTS}/*.parquet"):
+        raise InputError(f"{folder} holds no pairs yet; run `pairmill ingest` or `pairmill adopt` first")
+    return fingerprint(folder, f"{PARTS}/*.parquet", catalog.SCORES)
+
+
+def _is_decided(
+    folder: Folder, finished: dict[str, Any] | None, settings: dict[str, object], sources: list[evalsets.Source]
+) -> bool:
+    if finished is None or not (folder.exists(DECISIONS) and folder.exists(CLUSTERS)):
+        return False
+    known = [report["fingerprint"] for report in finished.get("against", [])]
+    return bool(finished.get("settings") == settings and known == [source.digest for source in sources])
+
+
+def _judged(folder: Folder, config: DedupConfig, sources: list[evalsets.Source]) -> dict[str, Any]:
     """Sign what is not signed yet, and decide."""
     import duckdb
 
     parts = captions.stage(folder, config) if config.captions else PARTS
-    units = units_of(folder, parts)
+    units, digests = units_of(folder, parts), digests_of(folder, parts)
     views = () if config.captions else ("pairs",)
     try:
         with (
@@ -91,80 +103,107 @@ def _judged(folder: Folder, config: DedupConfig) -> dict[str, Any]:
         ):
             connection.execute(f"SET threads = {config.workers or cores()}")
             verdicts = None if config.captions else filters.judge(connection, config)
-            sign(folder, parts, units, by=config.minhash, workers=config.workers, engine=config.engine)
-            return _decide(connection, folder, parts, verdicts, config)
+            at: dict[str, Any] = {"workers": config.workers, "engine": config.engine}
+            sign(folder, parts, units, digests=digests, by=config.minhash, **at)
+            sets = [evalsets.read(folder, source, **at) for source in sources]
+            return _Decider(connection, folder, parts, f"{config.minhash} {_digest(digests)}", config).run(
+                verdicts, sets
+            )
     except duckdb.OutOfMemoryException as error:
         raise ConfigError(
             f"--memory-gb {config.memory_gb:g} is too little for DuckDB; raise it or lower --workers"
         ) from error
 
 
-def _decide(
-    connection: duckdb.DuckDBPyConnection, folder: Folder, parts: str, verdicts: Verdicts | None, config: DedupConfig
-) -> dict[str, Any]:
-    pairs, rows, read = store.load_pairs(connection, folder)
-    verdicts = None if verdicts is None else verdicts.take(rows)
-    groups = _groups(connection, folder, pairs, config)
-    likeness = Likeness(pairs, lambda keys: store.load_sets(folder, keys))
-    decisions, holdout, rules = _decisions(pairs, groups, likeness, verdicts, config)
-    dropped = decisions.counts()
-    if read > len(pairs):
-        dropped["repeated_row"] = read - len(pairs)
-    largest = _largest(connection, folder, parts, pairs, groups.caption)
-    summary = {
-        "pairs": read,
-        "kept": int(decisions.kept.sum()),
-        "dropped": dropped,
-        "clusters": _count(decisions.cluster),
-        "holdout": int(holdout.sum()),
-        "image_groups": _count(groups.image),
-        "rules": rules,
-        "expected_recall": _expected_recall(config.threshold),
-        "largest": largest,
-    }
-    _alarm(largest, len(pairs))
-    if not config.dry_run:
-        _publish(folder, pairs, groups, decisions, holdout, likeness)
-    return summary
+def _digest(digests: dict[str, str]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(digests, sort_keys=True).encode())
 
 
-def _groups(connection: duckdb.DuckDBPyConnection, folder: Folder, pairs: Pairs, config: DedupConfig) -> policy.Groups:
-    """Who is the same as whom, for all fetched pairs."""
-    image_a, image_b = image_groups(pairs, _image_edges(connection, folder, pairs, config))
-    image = components(len(pairs), image_a, image_b)
-    rows = np.arange(len(pairs))
-    text = np.where(pairs.text == 0, rows, first_of(pairs.text))
-    keys, first, inverse = np.unique(pairs.set_key, return_index=True, return_inverse=True)
-    edges = store.caption_edges(connection, folder, keys, config.threshold, config.minhash).at_least(config.threshold)
-    of_set = components(len(keys), edges.a, edges.b)
-    caption = np.where(pairs.set_key == 0, rows, components(len(pairs), rows, first[of_set[inverse]]))
-    return policy.Groups(pairs.url, image, text, caption)
+@dataclass(frozen=True)
+class _Decider:
+    """Everything a decision reads. `of` tells the signatures apart that edges are made from."""
+
+    connection: duckdb.DuckDBPyConnection
+    folder: Folder
+    parts: str
+    of: str
+    config: DedupConfig
+
+    def run(self, verdicts: Verdicts | None, sets: list[evalsets.Items]) -> dict[str, Any]:
+        """Decide, publish unless it is a dry run, and sum up."""
+        pairs, rows, read = store.load_pairs(self.connection, self.folder)
+        verdicts = None if verdicts is None else verdicts.take(rows)
+        groups = self._groups(pairs)
+        likeness = Likeness(pairs, lambda keys: store.load_sets(self.folder, keys))
+        holdout = np.zeros(len(pairs), bool) if verdicts is None or verdicts.holdout is None else verdicts.holdout
+        matches = [against.match(self.folder, pairs, items, self.config) for items in sets]
+        decisions = policy.Decisions.all_kept(len(pairs))
+        rules = self._conditions(decisions, ~holdout, pairs, rows, verdicts, matches, groups)
+        rank = policy.ranked(*(pairs.numbers(name).astype(np.int64) for name in ("pixels", "words")))
+        policy.resolve(
+            decisions, ~holdout, groups, rank, _rules(self.config), likeness.image, likeness.caption
+        )  # fmt: skip
+        if not self.config.dry_run:
+            publish(self.folder, pairs, groups, decisions, holdout, likeness, matches)
+        largest = _largest(self.connection, self.folder, self.parts, pairs, groups.caption)
+        _alarm(largest, len(pairs))
+        dropped = decisions.counts()
+        if read > len(pairs):
+            dropped["repeated_row"] = read - len(pairs)
+        return {
+            "pairs": read,
+            "kept": int(decisions.kept.sum()),
+            "dropped": dropped,
+            "clusters": _count(decisions.cluster),
+            "holdout": int(holdout.sum()),
+            "image_groups": _count(groups.image),
+            "rules": rules,
+            "against": [found.report(decisions.has(found.reason)) for found in matches],
+            "expected_recall": _expected_recall(self.config.threshold),
+            "largest": largest,
+        }
+
+    def _groups(self, pairs: Pairs) -> policy.Groups:
+        """Who is the same as whom, for all fetched pairs."""
+        config = self.config
+        hashes, mirrored = pairs.hashes
+        pictures = store.image_edges(self.folder, hashes, mirrored)
+        image = components(len(pairs), *image_groups(pairs, pictures.at_least(1 - config.image_bits / 256)))
+        rows = np.arange(len(pairs))
+        text = np.where(pairs.text == 0, rows, first_of(pairs.text))
+        keys, first, inverse = np.unique(pairs.set_key, return_index=True, return_inverse=True)
+        edges = store.caption_edges(self.folder, keys, config.threshold, self.of)
+        similar = edges.at_least(config.threshold)
+        of_set = components(len(keys), similar.a, similar.b)
+        caption = np.where(pairs.set_key == 0, rows, components(len(pairs), rows, first[of_set[inverse]]))
+        return policy.Groups(pairs.url, image, text, caption)
+
+    def _conditions(
+        self, decisions: policy.Decisions, free: Mask, pairs: Pairs, rows: I64, verdicts: Verdicts | None,
+        matches: list[against.Matches], groups: policy.Groups,
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """Drop what fails a condition, in order: --where, presets, --holdout, --against, --balance; counts of each."""
+        counts = []
+        for rule, passes in zip(*((verdicts.rules, verdicts.passes) if verdicts else ((), ())), strict=True):
+            counts.append(_apply(decisions, rule.reason, free & ~passes))
+        if not free.all():
+            counts.append({"rule": "holdout", **policy.protect_holdout(decisions, ~free, groups.image)})
+        for found in matches:
+            counts.append(_apply(decisions, found.reason, free & (found.row >= 0)))
+        if self.config.balance:
+            captions = store.load_captions(self.connection, self.folder, self.parts).take(pa.array(rows))
+            entries = balance.entries(captions, self.config.balance, self.config.balance_entries)
+            draws = balance.draws(pairs.table["uid"])
+            alone, left = (entries.keeps(m, self.config.balance, draws) for m in (free, free & decisions.kept))
+            counts.append(_apply(decisions, "balance", free & ~left) | {"alone": int((free & ~alone).sum())})
+        return counts
 
 
-def _image_edges(connection: duckdb.DuckDBPyConnection, folder: Folder, pairs: Pairs, config: DedupConfig) -> Edges:
-    hashes, mirrored = pairs.hashes
-    return store.image_edges(connection, folder, hashes, mirrored).at_least(1 - config.image_bits / 256)
-
-
-def _decisions(
-    pairs: Pairs, groups: policy.Groups, likeness: Likeness, verdicts: Verdicts | None, config: DedupConfig
-) -> tuple[policy.Decisions, npt.NDArray[np.bool_], list[dict[str, Any]]]:
-    """Conditions first, then the evaluation set, then the policy among what is left."""
-    decisions = policy.Decisions.all_kept(len(pairs))
-    holdout = np.zeros(len(pairs), bool)
-    rules = []
-    if verdicts is not None:
-        if verdicts.holdout is not None:
-            holdout = verdicts.holdout
-        for rule, passes in zip(verdicts.rules, verdicts.passes, strict=True):
-            failed = ~passes & ~holdout
-            hit = np.flatnonzero(failed & decisions.kept)
-            rules.append({"rule": rule.reason, "alone": int(failed.sum()), "in_sequence": len(hit)})
-            decisions.drop(hit, rule.reason, np.full(len(hit), -1))
-    policy.protect_holdout(decisions, holdout, groups.image)
-    rank = policy.ranked(*(pairs.numbers(name).astype(np.int64) for name in ("pixels", "words")))
-    policy.resolve(decisions, ~holdout, groups, rank, _rules(config), likeness.image, likeness.caption)
-    return decisions, holdout, rules
+def _apply(decisions: policy.Decisions, reason: str, fails: Mask) -> dict[str, Any]:
+    """Drop the pairs that fail and are still kept; how many fail, and how many of them no earlier condition dropped."""
+    hit = np.flatnonzero(fails & decisions.kept)
+    decisions.drop(hit, reason, np.full(len(hit), -1))
+    return {"rule": reason, "alone": int(fails.sum()), "in_sequence": len(hit)}
 
 
 def _rules(config: DedupConfig) -> policy.Rules:
@@ -176,51 +215,6 @@ def _rules(config: DedupConfig) -> policy.Rules:
         image_at_least=1 - config.image_bits / 256,
         caption_at_least=config.threshold,
     )
-
-
-def _publish(
-    folder: Folder,
-    pairs: Pairs,
-    groups: policy.Groups,
-    decisions: policy.Decisions,
-    holdout: npt.NDArray[np.bool_],
-    likeness: Likeness,
-) -> None:
-    folder.remove("dedup/done.json")  # it speaks of the decisions that are about to be replaced
-    uid = pairs.table["uid"].combine_chunks()
-    evidence, similarity = likeness.of_removals(decisions)
-    survivor = decisions.final_survivors()
-    reasons = pa.DictionaryArray.from_arrays(pa.array(decisions.code, mask=decisions.kept), pa.array(decisions.reasons))
-    columns = [
-        uid,
-        pa.array(decisions.kept),
-        pa.array(holdout),
-        reasons.cast(pa.string()),
-        uid.take(pa.array(decisions.cluster, mask=decisions.cluster < 0)),
-        uid.take(pa.array(groups.image)),
-        uid.take(pa.array(survivor, mask=survivor < 0)),
-        evidence,
-        similarity,
-    ]
-    with folder.staged(CLUSTERS) as path:
-        pq.write_table(_cluster_table(uid, groups, decisions), path)
-    with folder.staged(DECISIONS) as path:
-        pq.write_table(pa.Table.from_arrays(columns, schema=decision_schema()), path, compression="zstd")
-
-
-def _cluster_table(uid: pa.Array, groups: policy.Groups, decisions: policy.Decisions) -> pa.Table:
-    """Every group of two URLs or more: kind (`image`, `caption`, or `pair` for the policy's own), pairs, URLs, kept."""
-    tables = []
-    for kind, label in (("image", groups.image), ("caption", groups.caption), ("pair", decisions.cluster)):
-        at = np.flatnonzero(label >= 0)
-        pairs = np.bincount(label[at], minlength=len(uid))
-        urls = policy.urls_of(np.where(label < 0, np.arange(len(uid)), label), groups.url)
-        kept = np.bincount(label[at], decisions.kept[at], minlength=len(uid)).astype(np.int64)
-        named = np.flatnonzero((pairs > 0) & ((urls > 1) | (kind == "pair")))
-        columns = {"pairs": pairs[named], "urls": urls[named], "kept": kept[named]}
-        names = {"kind": pa.array([kind] * len(named), pa.string()), "cluster": uid.take(pa.array(named))}
-        tables.append(pa.table(names | columns))
-    return pa.concat_tables(tables)
 
 
 def _count(label: I64) -> int:

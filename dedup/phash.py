@@ -6,7 +6,6 @@ H distinct hashes, each as 32 bytes, with its mirrored twin.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +13,6 @@ import numpy.typing as npt
 from core.imagehash import BITS_SIDE
 from dedup import bands
 from dedup.match import Edges
-
-if TYPE_CHECKING:
-    import duckdb
 
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
@@ -26,6 +22,7 @@ SEED = 256
 LOW = 10  # bands take bits of the lowest 10 x 10 frequencies: a crop flips 4 % of them and 12 % of the highest
 MIN_ONES = 96  # a hash is cut at its median, so a picture with less has hardly any structure: it would match its like
 _ROWS = 1 << 16
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # bits of a key reach its upper half
 
 
 def usable(hashes_H: U8) -> npt.NDArray[np.bool_]:
@@ -33,7 +30,7 @@ def usable(hashes_H: U8) -> npt.NDArray[np.bool_]:
     return np.bitwise_count(hashes_H).sum(axis=1, dtype=np.int64) >= MIN_ONES
 
 
-def image_edges(connection: duckdb.DuckDBPyConnection, hashes_H: U8, mirrored_H: U8, most_bits: int) -> Edges:
+def image_edges(hashes_H: U8, mirrored_H: U8, most_bits: int) -> Edges:
     """Edges between hashes [H, 32] at most `most_bits` apart, directly or mirrored; similarity is 1 - bits / 256.
 
     The bands are the narrower the fewer hashes there are, so that a small set is searched nearly completely; the width
@@ -42,13 +39,13 @@ def image_edges(connection: duckdb.DuckDBPyConnection, hashes_H: U8, mirrored_H:
     count = len(hashes_H)
     width = min(max(math.ceil(math.log2(count + 1)) + 4, 12), 32)
     both_N = np.concatenate((hashes_H, mirrored_H))
+    names_N = np.arange(2 * count) % count if count else np.zeros(0, np.int64)
     found = np.zeros(0, np.uint64)
     following = band_keys(both_N, 0, width)
-    for band in range(BANDS):
+    for band in range(BANDS if count > 1 else 0):
         keys_N, following = following, band_keys(both_N, (band + 1) % BANDS, width)
-        rows, keys = bands.colliding(connection, keys_N)
-        candidates = bands.candidates(rows, keys, following[rows], names=rows % count)
-        found = bands.merged(found, candidates)
+        rows, keys = bands.buckets(keys_N * _SPREAD)
+        found = bands.merged(found, bands.candidates(rows, keys, following.__getitem__, names_N))
     a, b = bands.unpair(found)
     similarity = (1 - distances(hashes_H, mirrored_H, a, b) / 256).astype(np.float32)
     return Edges(a, b, similarity).at_least(1 - most_bits / 256)

@@ -91,12 +91,14 @@ def ranked(pixels: I64, words: I64) -> I64:
     return rank
 
 
-def protect_holdout(decisions: Decisions, holdout: Mask, image: I64) -> None:
-    """Drop every pair that shows a picture of the evaluation set, whatever its caption."""
+def protect_holdout(decisions: Decisions, holdout: Mask, image: I64) -> dict[str, int]:
+    """Drop every pair that shows a picture of the evaluation rows, whatever its caption; counts as the conditions'."""
     first = np.full(len(image), -1)
     first[image[holdout][::-1]] = np.flatnonzero(holdout)[::-1]
-    rows = np.flatnonzero(decisions.kept & ~holdout & (first[image] >= 0))
+    fails = ~holdout & (first[image] >= 0)
+    rows = np.flatnonzero(decisions.kept & fails)
     decisions.drop(rows, "holdout", first[image[rows]])
+    return {"alone": int(fails.sum()), "in_sequence": len(rows)}
 
 
 def resolve(

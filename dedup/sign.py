@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,12 @@ from core.plan import Unit
 from core.runner import run_units, tick
 from core.schema import Outcome
 from core.storage import Folder
+from core.work import fingerprint_of
 from dedup import minhash
-from dedup.match import MIN_WORDS, segments
-from dedup.tokens import Tokens, as_sets
+from dedup.match import MIN_WORDS
+from dedup.tokens import Sets, as_sets, segments
 
-VERSION = "1"  # raised whenever the rule of tokens or permutations changes, so that old signatures are made again
+VERSION = "2"  # raised whenever the rule of tokens or permutations changes, so that old signatures are made again
 _MARK = b"pairmill.signatures"
 _COLUMNS = (
     "uid",
@@ -43,6 +44,7 @@ _COLUMNS = (
     "image_hash_mirrored",
 )
 
+MINHASHES = [f"m{k:02d}" for k in range(minhash.PERMUTATIONS)]
 SIGNATURES = pa.schema(
     [
         pa.field("uid", pa.string(), nullable=False),
@@ -61,17 +63,20 @@ SIGNATURES = pa.schema(
 SETS = pa.schema(
     [
         pa.field("set_key", pa.uint64(), nullable=False),
-        pa.field("tokens", pa.list_(pa.field("item", pa.uint64(), nullable=False)), nullable=False),
-        pa.field("minhash", pa.binary(4 * minhash.PERMUTATIONS), nullable=False),
+        pa.field("tokens", pa.large_binary(), nullable=False),  # uint32, one after the other
+        *(pa.field(name, pa.uint32(), nullable=False) for name in MINHASHES),  # a band reads only its own
     ]
 )
 
 
-def sign(folder: Folder, parts: str, units: Sequence[Unit], *, by: str, workers: int, engine: str) -> None:
-    """Sign every part of `parts` (`ingest/parts`) that has no signatures yet.
+def sign(
+    folder: Folder, parts: str, units: Sequence[Unit], *, digests: Mapping[str, str], by: str, workers: int, engine: str
+) -> None:
+    """Sign every part of `parts` (`ingest/parts`) that has no signatures yet, and forget those of parts that went away.
 
     Args:
         units: of `units_of`.
+        digests: of `digests_of`; a part that changed is signed anew.
         by: `numpy` or `datasketch`.
 
     Raises:
@@ -79,8 +84,12 @@ def sign(folder: Folder, parts: str, units: Sequence[Unit], *, by: str, workers:
     """
     for home in ("signatures", "sets"):
         folder.sweep(f"dedup/{home}")
-    task = functools.partial(_sign_part, folder=folder, parts=parts, by=by)
-    done = functools.partial(_is_signed, folder=folder, by=by)
+        for name in folder.list(f"dedup/{home}/*.parquet"):
+            if _stem(name) not in digests:
+                folder.remove(name)
+    marks = {unit: f"{VERSION} {by} {digest}".encode() for unit, digest in digests.items()}
+    task = functools.partial(_sign_part, folder=folder, parts=parts, by=by, marks=marks)
+    done = functools.partial(_is_signed, folder=folder, marks=marks)
     for _ in run_units(units, task, done=done, workers=workers, engine=engine, label="dedup: sign"):
         pass
 
@@ -95,9 +104,18 @@ def units_of(folder: Folder, parts: str) -> list[Unit]:
     for name in folder.list(f"{parts}/*.parquet"):
         with opened(folder, name) as file:
             rows = file.metadata.num_rows
-        units.append(Unit(name.rsplit("/", 1)[-1].removesuffix(".parquet"), start, start + rows))
+        units.append(Unit(_stem(name), start, start + rows))
         start += rows
     return units
+
+
+def digests_of(folder: Folder, parts: str) -> dict[str, str]:
+    """The fingerprint of each part, by unit id."""
+    return {_stem(name): fingerprint_of(folder, [name]) for name in folder.list(f"{parts}/*.parquet")}
+
+
+def _stem(name: str) -> str:
+    return name.rpartition("/")[2].removesuffix(".parquet")
 
 
 @contextlib.contextmanager
@@ -112,16 +130,16 @@ def opened(folder: Folder, name: str) -> Iterator[pq.ParquetFile]:
             ) from error
 
 
-def _is_signed(unit: Unit, *, folder: Folder, by: str) -> bool:
+def _is_signed(unit: Unit, *, folder: Folder, marks: Mapping[str, bytes]) -> bool:
     name = f"dedup/signatures/{unit.id}.parquet"
     if not (folder.exists(name) and folder.exists(f"dedup/sets/{unit.id}.parquet")):
         return False
     with opened(folder, name) as file:
         metadata = file.schema_arrow.metadata or {}
-    return bool(metadata.get(_MARK) == f"{VERSION} {by}".encode())
+    return bool(metadata.get(_MARK) == marks[unit.id])
 
 
-def _sign_part(unit: Unit, *, folder: Folder, parts: str, by: str) -> int:
+def _sign_part(unit: Unit, *, folder: Folder, parts: str, by: str, marks: Mapping[str, bytes]) -> int:
     with opened(folder, f"{parts}/{unit.id}.parquet") as file:
         table = file.read(columns=[c for c in _COLUMNS if c in file.schema_arrow.names])
     if "outcome" in table.column_names:
@@ -130,8 +148,8 @@ def _sign_part(unit: Unit, *, folder: Folder, parts: str, by: str) -> int:
     with folder.staged(f"dedup/sets/{unit.id}.parquet") as path:
         pq.write_table(sets, path, compression="none", use_dictionary=False, write_statistics=False)
     with folder.staged(f"dedup/signatures/{unit.id}.parquet") as path:
-        marked = signed.replace_schema_metadata({_MARK: f"{VERSION} {by}".encode()})
-        pq.write_table(marked, path, compression="zstd", compression_level=1)
+        marked = signed.replace_schema_metadata({_MARK: marks[unit.id]})
+        pq.write_table(marked, path, compression="zstd", compression_level=1, use_dictionary=["unit"])
     tick(unit.rows)
     return int(signed.num_rows)
 
@@ -149,7 +167,7 @@ def signatures(pairs: pa.Table, by: str = "numpy") -> tuple[pa.Table, pa.Table]:
         column["row"],
         pa.array(caption_keys),
         pa.array(set_keys),
-        pa.array(sets.lengths.astype(np.int32)),
+        pa.array(sets.sizes.astype(np.int32)),
         pc.fill_null(pixels, 0),
         string_keys(column["url"]),
         string_keys(column["sha256"]),
@@ -160,21 +178,18 @@ def signatures(pairs: pa.Table, by: str = "numpy") -> tuple[pa.Table, pa.Table]:
     return pa.Table.from_arrays(arrays, schema=SIGNATURES), _set_table(sets, set_keys, by)
 
 
-def _set_table(sets: Tokens, set_keys: npt.NDArray[np.uint64], by: str) -> pa.Table:
+def _set_table(sets: Sets, set_keys: npt.NDArray[np.uint64], by: str) -> pa.Table:
     """Each distinct set of at least five words once, in order of its key."""
     keys, first = np.unique(set_keys, return_index=True)
-    long = sets.lengths[first] >= MIN_WORDS
+    long = sets.sizes[first] >= MIN_WORDS
     keys, first = keys[long], first[long]
     make = minhash.with_datasketch if by == "datasketch" else minhash.signatures
-    hashes = make(sets, first) if len(first) else np.zeros((0, minhash.PERMUTATIONS), np.uint32)
-    flat, offsets = segments(sets.hashes(), sets.offsets[first], sets.lengths[first])
-    tokens = pa.ListArray.from_arrays(
-        pa.array(offsets.astype(np.int32)), pa.array(flat), type=SETS.field("tokens").type
+    hashes = make(sets, first) if len(first) else np.zeros((minhash.PERMUTATIONS, 0), np.uint32)
+    flat, offsets = segments(sets.flat, sets.starts[first], sets.sizes[first])
+    tokens = pa.LargeBinaryArray.from_buffers(
+        pa.large_binary(), len(keys), [None, pa.py_buffer(offsets * flat.itemsize), pa.py_buffer(flat)]
     )
-    signature = pa.FixedSizeBinaryArray.from_buffers(
-        SETS.field("minhash").type, len(keys), [None, pa.py_buffer(np.ascontiguousarray(hashes))]
-    )
-    return pa.Table.from_arrays([pa.array(keys), tokens, signature], schema=SETS)
+    return pa.Table.from_arrays([pa.array(keys), tokens, *map(pa.array, hashes)], schema=SETS)
 
 
 def string_keys(strings: pa.Array) -> pa.Array:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,18 +19,20 @@ from core.storage import Folder
 from dedup import bands, match, phash
 from dedup.config import MOST_BITS
 from dedup.evidence import Pairs
-from dedup.match import Edges, Sets
-from dedup.minhash import PERMUTATIONS
-from dedup.sign import VERSION, opened
+from dedup.match import Edges
+from dedup.sign import MINHASHES, VERSION, opened
+from dedup.tokens import Sets, segments
 
 if TYPE_CHECKING:
     import duckdb
 
 log = logging.getLogger("pairmill.dedup")
 U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 _MARK = b"pairmill.edges"
+TOKENS = ("set_key", "tokens")
 
 
 def load_pairs(connection: duckdb.DuckDBPyConnection, folder: Folder) -> tuple[Pairs, I64, int]:
@@ -49,55 +51,87 @@ def load_pairs(connection: duckdb.DuckDBPyConnection, folder: Folder) -> tuple[P
     return Pairs(table.take(pa.array(rows)) if len(rows) < len(new) else table), rows, len(new)
 
 
+def load_captions(connection: duckdb.DuckDBPyConnection, folder: Folder, parts: str) -> pa.ChunkedArray:
+    """The captions of all fetched pairs in order of (uid, unit, row), repeated rows among them."""
+    source = f"read_parquet({catalog.literal(folder, f'{parts}/[!.]*.parquet')}, union_by_name=true)"
+    names = {row[0] for row in connection.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()}
+    only = "WHERE outcome = 'ok'" if "outcome" in names else ""
+    table: Any = connection.sql(f"""SELECT caption FROM {source} {only} ORDER BY uid, unit, "row" """).to_arrow_table()
+    return table["caption"]
+
+
 def load_sets(folder: Folder, wanted: U64) -> Sets:
     """The token sets with these sorted keys, in their order; a set of fewer than five words is not stored and is empty."""
     starts, sizes = np.zeros(len(wanted), np.int64), np.zeros(len(wanted), np.int64)
-    flats: list[U64] = []
+    flats: list[U32] = []
     length = 0
-    for keys, tokens, offsets, _ in _set_files(folder, minhash=False) if len(wanted) else ():
+    for keys, tokens, offsets in map(unpacked, _set_files(folder, TOKENS)) if len(wanted) else ():
         at = np.minimum(np.searchsorted(wanted, keys), len(wanted) - 1)
         use = np.flatnonzero((wanted[at] == keys) & (sizes[at] == 0))
-        flat, new_offsets = match.segments(tokens, offsets[use], offsets[use + 1] - offsets[use])
+        flat, new_offsets = segments(tokens, offsets[use], offsets[use + 1] - offsets[use])
         starts[at[use]] = new_offsets[:-1] + length
         sizes[at[use]] = np.diff(new_offsets)
         length += len(flat)
         flats.append(flat)
-    return Sets(np.concatenate([*flats, np.zeros(1, np.uint64)]), starts, sizes)
+    return Sets(np.concatenate([*flats, np.zeros(1, np.uint32)]), starts, sizes)
 
 
-def _set_files(folder: Folder, *, minhash: bool) -> Iterator[tuple[U64, U64, I64, npt.NDArray[np.uint32]]]:
-    """(keys, tokens, offsets, signatures [n, K]) of each file."""
-    columns = ["set_key", "tokens"] + (["minhash"] if minhash else [])
+def _set_files(folder: Folder, columns: Sequence[str]) -> Iterator[pa.Table]:
+    """These columns of each file of sets, one chunk each."""
     for name in folder.list("dedup/sets/*.parquet"):
         with opened(folder, name) as file:
-            table = file.read(columns=columns).combine_chunks()
-        if not table.num_rows:
-            continue
-        tokens = table["tokens"].chunk(0)
-        offsets = tokens.offsets.to_numpy().astype(np.int64)
-        hashes = np.zeros((0, PERMUTATIONS), np.uint32)
-        if minhash:
-            column = table["minhash"].chunk(0)
-            hashes = np.frombuffer(column.buffers()[1], np.uint32).reshape(-1, PERMUTATIONS)[column.offset :][
-                : len(column)
-            ]
-        yield table["set_key"].to_numpy(), tokens.values.to_numpy(), offsets, hashes
+            # threads cost more than they save on columns that are only copied
+            yield file.read(columns=list(columns), use_threads=False).combine_chunks()
 
 
-def caption_edges(
-    connection: duckdb.DuckDBPyConnection, folder: Folder, wanted: U64, threshold: float, by: str
-) -> Edges:
+def unpacked(sets: pa.Table) -> tuple[U64, U32, I64]:
+    """(keys [S], tokens, offsets [S + 1]) of a table of sets."""
+    if not sets.num_rows:
+        return np.zeros(0, np.uint64), np.zeros(0, np.uint32), np.zeros(1, np.int64)
+    tokens = sets.combine_chunks()["tokens"].chunk(0)
+    _, offsets, data = tokens.buffers()
+    bounds = np.frombuffer(offsets, np.int64)[tokens.offset : tokens.offset + len(tokens) + 1]
+    return sets["set_key"].to_numpy(), np.frombuffer(data, np.uint32), bounds // np.dtype(np.uint32).itemsize
+
+
+@dataclass(frozen=True)
+class MinHashes:
+    """Signatures of all distinct sets of a folder, in order of their keys [S], read as they are asked for."""
+
+    folder: Folder
+    keys: U64
+    places: list[npt.NDArray[np.int32]]  # of each file's sets among the keys
+
+    @classmethod
+    def of(cls, folder: Folder) -> MinHashes:
+        found = [table["set_key"].to_numpy() for table in _set_files(folder, ["set_key"])]
+        keys = bands.ascending(np.concatenate([*found, np.zeros(0, np.uint64)]))
+        return cls(folder, keys, [np.searchsorted(keys, part).astype(np.int32) for part in found])
+
+    def __call__(self, wanted: Sequence[int]) -> U32:
+        """By these permutations, [len(wanted), S]."""
+        result = np.empty((len(wanted), len(self.keys)), np.uint32)
+        names = [MINHASHES[k] for k in wanted]
+        for place, table in zip(self.places, _set_files(self.folder, names), strict=True):
+            for row, name in zip(result, names, strict=True):
+                row[place] = table[name].to_numpy()
+        return result
+
+
+def caption_edges(folder: Folder, wanted: U64, threshold: float, of: str) -> Edges:
     """Verified edges that serve `threshold`, between the numbers of the sorted set keys `wanted`.
 
-    They are read if they are there, else found (among all sets of the folder) and kept, named by set keys.
+    They are read if they are there, else found (among all sets of the folder) and kept, named by set keys. `of` tells the
+    signatures they are made from: any other makes them anew.
     """
     floor, rows = bands.rows_for(threshold)
-    name, mark = f"dedup/edges/captions-{rows}.parquet", f"{VERSION} {by} {floor}".encode()
+    name, mark = f"dedup/edges/captions-{rows}.parquet", f"{VERSION} {floor} {of}".encode()
     table = _read_marked(folder, name, mark)
     if table is None:
-        keys, minhashes, sets = _gather(folder)
+        minhashes = MinHashes.of(folder)
+        keys = minhashes.keys
         log.info("dedup: %s distinct captions in bands of %d", f"{len(keys):,}", rows)
-        edges = match.caption_edges(connection, minhashes, sets, threshold)
+        edges = match.caption_edges(minhashes, load_sets(folder, keys), threshold)
         table = pa.table({"a": keys[edges.a], "b": keys[edges.b], "similarity": edges.similarity})
         _write_marked(folder, name, mark, table)
     a, b, similarity = (table[c].to_numpy() for c in ("a", "b", "similarity"))
@@ -106,7 +140,7 @@ def caption_edges(
     return Edges(at_a[here], at_b[here], similarity[here])
 
 
-def image_edges(connection: duckdb.DuckDBPyConnection, folder: Folder, hashes: U8, mirrored: U8) -> Edges:
+def image_edges(folder: Folder, hashes: U8, mirrored: U8) -> Edges:
     """Verified edges between the numbers of the given sorted hashes, up to 64 bits apart; read or found and kept."""
     name, mark = (
         "dedup/edges/images.parquet",
@@ -115,28 +149,10 @@ def image_edges(connection: duckdb.DuckDBPyConnection, folder: Folder, hashes: U
     table = _read_marked(folder, name, mark)
     if table is None:
         log.info("dedup: %s distinct picture hashes", f"{len(hashes):,}")
-        edges = phash.image_edges(connection, hashes, mirrored, MOST_BITS)
+        edges = phash.image_edges(hashes, mirrored, MOST_BITS)
         table = pa.table({"a": edges.a, "b": edges.b, "similarity": edges.similarity})
         _write_marked(folder, name, mark, table)
     return Edges(*(table[c].to_numpy() for c in ("a", "b", "similarity")))
-
-
-def _gather(folder: Folder) -> tuple[U64, npt.NDArray[np.uint32], Sets]:
-    """All distinct sets: keys [S] ascending, signatures [K, S] on disk, tokens in memory.
-
-    The signatures go to an unnamed temporary file, one row a permutation: a band reads only its own rows, so memory
-    holds a few of sixty at a time.
-    """
-    found = [keys for keys, _, _, _ in _set_files(folder, minhash=False)]
-    keys = bands.ascending(np.concatenate(found)) if found else np.zeros(0, np.uint64)
-    if not len(keys):
-        return keys, np.zeros((PERMUTATIONS, 0), np.uint32), load_sets(folder, keys)
-    with tempfile.TemporaryFile() as file:
-        file.truncate(4 * PERMUTATIONS * len(keys))
-        columns = np.memmap(file, np.uint32, "r+", shape=(PERMUTATIONS, len(keys)))
-    for part, _, _, hashes in _set_files(folder, minhash=True):
-        columns[:, np.searchsorted(keys, part)] = hashes.T
-    return keys, columns, load_sets(folder, keys)
 
 
 def _read_marked(folder: Folder, name: str, mark: bytes) -> pa.Table | None:
@@ -149,4 +165,4 @@ def _read_marked(folder: Folder, name: str, mark: bytes) -> pa.Table | None:
 
 def _write_marked(folder: Folder, name: str, mark: bytes, table: pa.Table) -> None:
     with folder.staged(name) as path:
-        pq.write_table(table.replace_schema_metadata({_MARK: mark}), path)
+        pq.write_table(table.replace_schema_metadata({_MARK: mark}), path, compression="none", use_dictionary=False)

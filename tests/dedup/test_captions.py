@@ -15,7 +15,7 @@ import pytest
 
 from core.errors import InputError
 from dedup import minhash
-from dedup.match import Sets, jaccard
+from dedup.match import jaccard
 from dedup.tokens import as_sets, fold, tokenise
 from tests.dedup.parts import decide, decisions, kept, pair, write_parts
 
@@ -129,7 +129,7 @@ def test_minhash_estimates_jaccard_without_bias() -> None:
     true = 16 / 24
     for make in (minhash.signatures, minhash.with_datasketch):
         values = make(sets, np.arange(800))
-        estimate = (values[:400] == values[400:]).mean(axis=1)
+        estimate = (values[:, :400] == values[:, 400:]).mean(axis=0)
         # 400 estimates of 60 permutations each: the mean's standard error is 0.003
         assert abs(estimate.mean() - true) < 0.012, make.__name__
         assert estimate.std() < 1.25 * np.sqrt(true * (1 - true) / 60)
@@ -157,17 +157,18 @@ def test_ascii_and_unicode_paths_agree() -> None:
     captions = [*planted(200), "It's a TEST\twith\ntabs", "", "  ", "x"]
     plain, _, _ = as_sets(pa.array(captions))
     assert [fold(c).split() for c in captions] == _words(captions)
-    assert plain.lengths.tolist() == [len(set(fold(c).split())) for c in captions]
+    assert plain.sizes.tolist() == [len(set(fold(c).split())) for c in captions]
 
 
 def _words(captions: list[str]) -> list[list[str]]:
     tokens = tokenise(pa.array(captions))
-    hashes = tokens.hashes()
     spelled = {}
     for caption in captions:
         for word in fold(caption).split():
-            spelled[int(tokenise(pa.array([word])).hashes()[0])] = word
-    return [[spelled[int(h)] for h in hashes[a:b]] for a, b in zip(tokens.offsets, tokens.offsets[1:], strict=False)]
+            spelled[int(tokenise(pa.array([word])).flat[0])] = word
+    return [
+        [spelled[int(h)] for h in tokens.flat[a:b]] for a, b in zip(tokens.offsets, tokens.offsets[1:], strict=False)
+    ]
 
 
 def test_slices_of_arrow_arrays(world: tuple[Path, list[str]]) -> None:
@@ -229,9 +230,8 @@ def _written(folder: Path, suffix: str, captions: list[str]) -> Path:
 def test_captions_as_long_as_pages_are_compared_exactly_and_in_little_memory(words: int) -> None:
     pages = [" ".join(f"w{i}" for i in range(start, start + words)) for start in (0, 1, words // 2, 3 * words)]
     sets, _, _ = as_sets(pa.array(pages))
-    starts, flat = sets.offsets[:-1], sets.hashes()
     tracemalloc.start()
-    found = jaccard(Sets(flat, starts, sets.lengths), np.zeros(4, np.int64), np.arange(4))
+    found = jaccard(sets, np.zeros(4, np.int64), np.arange(4))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     shared = np.array([words, words - 1, words - words // 2, 0])

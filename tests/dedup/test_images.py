@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from core import catalog
 from core.imagehash import image_hash
-from core.storage import Folder
 from dedup import phash
 from tests.dedup.parts import decide, decisions, hashes_of, kept, pair, picture, write_parts
 
@@ -46,8 +44,7 @@ def _hashes(pictures: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _found(direct: np.ndarray, mirrored: np.ndarray, bits: int) -> dict[tuple[int, int], float]:
-    with catalog.connect(Folder("/nonexistent")) as connection:
-        edges = phash.image_edges(connection, direct, mirrored, bits)
+    edges = phash.image_edges(direct, mirrored, bits)
     return {(a, b): s for a, b, s in zip(edges.a.tolist(), edges.b.tolist(), edges.similarity.tolist(), strict=True)}
 
 

@@ -1,0 +1,229 @@
+"""Decontamination: which pairs show a picture, or say a caption, of an evaluation set, and on what evidence.
+
+N pairs of the data, M rows of the set (an item has as many rows as captions). A pair matches an item that has its URL, its
+bytes, a picture hash at most `--image-bits` away (directly or mirrored), or a caption that is equal or at least
+`--threshold` alike. Captions of fewer than five different words match nothing: "a dog" in a test set is no leak.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dedup import bands, phash, store
+from dedup.evidence import KINDS
+from dedup.match import MIN_WORDS, jaccard
+from dedup.minhash import PERMUTATIONS
+from dedup.sign import MINHASHES
+from dedup.tokens import Sets
+
+if TYPE_CHECKING:
+    from core.storage import Folder
+    from dedup.config import DedupConfig
+    from dedup.evalsets import Items
+    from dedup.evidence import Pairs
+
+I64 = npt.NDArray[np.int64]
+I8 = npt.NDArray[np.int8]
+U64 = npt.NDArray[np.uint64]
+F32 = npt.NDArray[np.float32]
+TABLE = "dedup/against.parquet"
+SCHEMA = pa.schema(
+    [
+        pa.field("set", pa.string(), nullable=False),
+        pa.field("uid", pa.string(), nullable=False),
+        pa.field("item", pa.string(), nullable=False),
+        pa.field("evidence", pa.string(), nullable=False),
+        pa.field("similarity", pa.float32(), nullable=False),
+        pa.field("caption", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Matches:
+    """For each of N pairs the row of the set that it matches (-1: none), how that is known (index of KINDS), how alike."""
+
+    items: Items
+    row: I64
+    kind: I8
+    similarity: F32
+
+    @property
+    def reason(self) -> str:
+        return f"against:{self.items.source.name}"
+
+    def table(self, uid: pa.Array) -> pa.Table:
+        """One row a pair that matches, with the set's item and caption."""
+        at = np.flatnonzero(self.row >= 0)
+        rows = pa.array(self.row[at])
+        columns = [
+            pa.repeat(self.items.source.name, len(at)),
+            uid.take(pa.array(at)),
+            self.items.table["uid"].combine_chunks().take(rows),
+            pa.DictionaryArray.from_arrays(pa.array(self.kind[at]), pa.array(KINDS)).cast(pa.string()),
+            pa.array(self.similarity[at]),
+            self.items.table["caption"].combine_chunks().take(rows),
+        ]
+        return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+    def report(self, removed: npt.NDArray[np.bool_]) -> dict[str, Any]:
+        """What is said of the set: its size, the pairs that match, those that it removed, and the evidence."""
+        table, signed = self.items.table, self.items.signed
+        pictures = pc.count(table["sha256"]).as_py() or pc.count(table["image_hash"]).as_py()
+        hit = np.flatnonzero(self.row >= 0)
+        evidence = np.bincount(self.kind[hit], minlength=len(KINDS)).tolist()
+        captions = signed.text != 0
+        return {
+            "set": self.items.source.name,
+            "path": self.items.source.path,
+            "fingerprint": self.items.source.digest,
+            "items": len(pc.unique(table["uid"])),
+            "pictures": pictures,
+            "unreadable": int(pc.sum(table["unreadable"]).as_py() or 0),
+            "captions": int(captions.sum()),
+            "captions_too_short": int((captions & (signed.words < MIN_WORDS)).sum()),
+            "matched": len(hit),
+            "removed": int(removed.sum()),
+            "items_matched": len(pc.unique(table["uid"].take(pa.array(self.row[hit])))),
+            "evidence": {name: n for name, n in zip(KINDS[::-1], evidence[::-1], strict=True) if n},
+        }
+
+
+def match(folder: Folder, pairs: Pairs, items: Items, config: DedupConfig) -> Matches:
+    """The strictest match of each pair: URL, bytes, picture hash, equal caption, similar caption, in this order."""
+    found = Matches(items, np.full(len(pairs), -1), np.zeros(len(pairs), np.int8), np.zeros(len(pairs), np.float32))
+    theirs = items.signed
+    for kind, name in (("url", "url_key"), ("sha256", "bytes_key")):
+        _note(found, _of_key(*_known(pairs, name), *_known(theirs, name), len(pairs)), kind)
+    near, similarity = _near_pictures(pairs, theirs, 1 - config.image_bits / 256)
+    _note(found, near, "image_hash", similarity)
+    long = np.flatnonzero((theirs.words >= MIN_WORDS) & (theirs.text != 0))
+    rows = np.arange(len(pairs))
+    _note(found, _of_key(rows, pairs.text, long, theirs.text[long], len(pairs)), "caption")
+    near, similarity = _near_captions(folder, pairs, items, config.threshold)
+    _note(found, near, "minhash", similarity)
+    return found
+
+
+def _note(found: Matches, row: I64, kind: str, similarity: F32 | None = None) -> None:
+    new = np.flatnonzero((found.row < 0) & (row >= 0))
+    found.row[new], found.kind[new] = row[new], KINDS.index(kind)
+    found.similarity[new] = 1.0 if similarity is None else similarity[new]
+
+
+def _known(pairs: Pairs, name: str) -> tuple[I64, U64]:
+    """Rows that have this key, and their keys."""
+    column = pairs.table[name]
+    return np.flatnonzero(column.is_valid().to_numpy()), column.drop_null().to_numpy()
+
+
+def _of_key(rows: I64, keys: U64, their_rows: I64, their_keys: U64, total: int) -> I64:
+    """For each of `total` pairs the first row of the set with its key, -1 for none."""
+    result = np.full(total, -1)
+    if not len(their_keys):
+        return result
+    known, first = np.unique(their_keys, return_index=True)
+    at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+    same = known[at] == keys
+    result[rows[same]] = their_rows[first[at[same]]]
+    return result
+
+
+def _meeting(ours: U64, theirs: U64) -> tuple[I64, I64]:
+    """All (i, j) with ours[i] == theirs[j]; `theirs` is the smaller."""
+    order = np.argsort(theirs, kind="stable")
+    low = np.searchsorted(theirs, ours, "left", sorter=order)
+    count = np.searchsorted(theirs, ours, "right", sorter=order) - low
+    left = np.repeat(np.arange(len(ours)), count)
+    inside = np.arange(len(left)) - np.repeat(np.cumsum(count) - count, count)
+    return left, order[np.repeat(low, count) + inside]
+
+
+class _Best:
+    """The most similar of the set's things met so far by each of ours; of equals, the first."""
+
+    def __init__(self, count: int) -> None:
+        self.thing, self.similarity = np.full(count, -1), np.zeros(count, np.float32)
+
+    def meet(self, ours: I64, theirs: I64, similarity: F32, at_least: float) -> None:
+        near = similarity >= np.float32(at_least)
+        ours, theirs, similarity = ours[near], theirs[near], similarity[near]
+        order = np.lexsort((theirs, -similarity, ours))
+        ours, theirs, similarity = ours[order], theirs[order], similarity[order]
+        first = np.ones(len(ours), bool)
+        first[1:] = ours[1:] != ours[:-1]
+        ours, theirs, similarity = ours[first], theirs[first], similarity[first]
+        known = self.thing[ours]
+        better = (known < 0) | (similarity > self.similarity[ours])
+        better |= (similarity == self.similarity[ours]) & (theirs < known)
+        self.thing[ours[better]], self.similarity[ours[better]] = theirs[better], similarity[better]
+
+
+def _near_pictures(pairs: Pairs, theirs: Pairs, at_least: float) -> tuple[I64, F32]:
+    """The nearest picture of the set, by hash: bands so narrow that hardly a pair within the radius shares none."""
+    none = np.full(len(pairs), -1), np.zeros(len(pairs), np.float32)
+    (ours_H, ours_mirrored_H), (theirs_E, mirrored_E) = pairs.hashes, theirs.hashes
+    if not len(ours_H) or not len(theirs_E):
+        return none
+    width = min(max(math.ceil(math.log2(len(theirs_E) + 1)) + 4, 12), 32)
+    every, every_mirrored = np.concatenate((ours_H, theirs_E)), np.concatenate((ours_mirrored_H, mirrored_E))
+    both = np.concatenate((theirs_E, mirrored_E))
+    best = _Best(len(ours_H))
+    for band in range(phash.BANDS):
+        ours, there = _meeting(phash.band_keys(ours_H, band, width), phash.band_keys(both, band, width))
+        there %= len(theirs_E)
+        bits = phash.distances(every, every_mirrored, ours, there + len(ours_H))
+        best.meet(ours, there, (1 - bits / 256).astype(np.float32), at_least)
+    first = np.zeros(len(theirs_E), np.int64)
+    hashed = np.flatnonzero(theirs.hash_row >= 0)[::-1]
+    first[theirs.hash_row[hashed]] = hashed
+    has = pairs.hash_row >= 0
+    thing = np.where(has, best.thing[pairs.hash_row], -1)
+    return np.where(thing >= 0, first[thing], -1), np.where(has, best.similarity[pairs.hash_row], 0).astype(np.float32)
+
+
+def _near_captions(folder: Folder, pairs: Pairs, items: Items, threshold: float) -> tuple[I64, F32]:
+    """The most similar caption of the set, of those of five words and more."""
+    none = np.full(len(pairs), -1), np.zeros(len(pairs), np.float32)
+    their_keys, their_tokens, their_offsets = store.unpacked(items.sets)
+    if not len(their_keys):
+        return none
+    minhashes = store.MinHashes.of(folder)
+    keys = minhashes.keys
+    if not len(keys):
+        return none
+    _, rows = bands.rows_for(threshold)
+    met = np.zeros(0, np.uint64)
+    for start in range(0, PERMUTATIONS, rows):
+        band = range(start, start + rows)
+        ours, there = _meeting(
+            bands.fold_columns(minhashes(band)), bands.fold_columns(items.sets[MINHASHES[k]].to_numpy() for k in band)
+        )
+        met = bands.merged(met, bands.ascending((ours.astype(np.uint64) << np.uint64(32)) | there.astype(np.uint64)))
+    ours, there = bands.unpair(met)
+    used = np.unique(ours)
+    mine = store.load_sets(folder, keys[used])
+    sizes = np.diff(their_offsets)
+    sets = Sets(
+        np.concatenate((mine.flat, their_tokens)),
+        np.concatenate((mine.starts, their_offsets[:-1] + len(mine.flat))),
+        np.concatenate((mine.sizes, sizes)),
+    )
+    best = _Best(len(keys))
+    best.meet(ours, there, jaccard(sets, np.searchsorted(used, ours), there + len(used)), threshold)
+    row_of_set = _of_key(np.arange(len(their_keys)), their_keys, *_with_sets(items.signed), len(their_keys))
+    at = np.minimum(np.searchsorted(keys, pairs.set_key), len(keys) - 1)
+    has = keys[at] == pairs.set_key
+    thing = np.where(has, best.thing[at], -1)
+    return np.where(thing >= 0, row_of_set[thing], -1), np.where(has, best.similarity[at], 0).astype(np.float32)
+
+
+def _with_sets(pairs: Pairs) -> tuple[I64, U64]:
+    return np.arange(len(pairs)), pairs.set_key
