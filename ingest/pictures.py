@@ -65,7 +65,7 @@ def _fill(picture: Picture, body: bytes, rules: Rules) -> None:
     header = images.read_header(body)
     picture.format, picture.width, picture.height = header.format, header.width, header.height
     check_size(header.width, header.height, rules)
-    pixels = images.resize(images.decode(body, header, min_side=rules.size), rules.size, rules.resize)
+    pixels = images.reduced(body, header, rules.size, rules.resize)
     picture.image_hash, picture.image_hash_mirrored = imagehash.image_hash(pixels)
     if rules.keep_original or images.fits_as_is(body, header, rules.size, rules.resize):
         picture.data, picture.stored_width, picture.stored_height = body, header.width, header.height

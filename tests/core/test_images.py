@@ -18,11 +18,11 @@ from PIL import Image, ImageOps
 
 from core import images
 from core.errors import ImageError
-from core.images import decode, encode_jpeg, fits_as_is, read_header, resize
+from core.images import decode, encode_jpeg, fits_as_is, read_header, reduced, resize
 from core.schema import Outcome
 
 if TYPE_CHECKING:
-    from core.images import Pixels
+    from core.images import Mode, Pixels
 
 REAL = os.environ.get("PAIRMILL_REAL_DATA", "")
 
@@ -245,6 +245,17 @@ def test_scaled_decode_saves_work_and_keeps_the_picture() -> None:
     assert min(scaled.shape[:2]) < 1200 and min(scaled.shape[:2]) >= 128 * images.SCALED_DECODE_GAP
     assert decode(body, header, min_side=700).shape == big.shape
     assert far(resize(scaled, 128), resize(decode(body, header), 128)) < 1.0
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("mode", ["short", "square"])
+def test_reducing_first_and_turning_and_colouring_later_gives_the_same_picture(orientation: int, mode: Mode) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    body = saved(gradient(400, 300), "JPEG", quality=95, exif=exif, icc_profile=gamma_profile(1.8))
+    header = read_header(body)
+    plain = resize(decode(body, header, min_side=64), 64, mode)
+    assert far(reduced(body, header, 64, mode), plain) < 1.0
 
 
 def test_what_is_encoded_fits_as_it_is_and_metadata_does_not() -> None:
