@@ -13,6 +13,7 @@ import dataclasses
 import io
 import json
 import logging
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ log = logging.getLogger("pairmill.train")
 CONFIG = "open_clip_config.json"
 WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 PT = "open_clip_model.pt"
+IMAGE_POSITIONS = ("visual.positional_embedding", "visual.attnpool.positional_embedding")
 
 # Numbers and buffers that OpenAI's files and older open_clip files carry beside the parameters.
 OPENAI_MARK = "input_resolution"
@@ -62,13 +64,17 @@ class Weights:
     meta: dict[str, Any]
 
     def into(self, model: CLIP) -> None:
-        """Fill `model`. A missing SigLIP bias keeps its initial value, a surplus one is left out.
+        """Fill `model`. A missing SigLIP bias keeps its initial value, a surplus one is left out; the positions of
+        another picture size are interpolated.
 
         Raises:
             ConfigError: names or shapes differ; the first difference is named.
         """
         own = model.state_dict()
         state = {name: value for name, value in self.state.items() if name in own or name != "logit_bias"}
+        for name in IMAGE_POSITIONS:
+            if name in own and name in state:
+                state[name] = resize_positions(state[name], len(own[name]))
         for name in sorted(set(own) | set(state)):
             mine, theirs = _shape_of(own, name), _shape_of(state, name)
             if mine != theirs and not (name == "logit_bias" and theirs is None):
@@ -83,6 +89,22 @@ class Weights:
                     f"{getattr(model.cfg, name)} here; choose the --model it was trained as"
                 )
         model.load_state_dict({**own, **state})
+
+
+def resize_positions(positions_PD: Tensor, count: int) -> Tensor:
+    """Positions of a square grid, the class token's or mean's first, as those of a square grid of `count` - 1.
+
+    Bicubic with antialiasing, as open_clip does it. Numbers that belong to no square come back as they are.
+    """
+    import torch
+    from torch.nn import functional as F
+
+    old, new = math.isqrt(len(positions_PD) - 1), math.isqrt(count - 1)
+    if old == new or old**2 + 1 != len(positions_PD) or new**2 + 1 != count:
+        return positions_PD
+    grid_1DHW = positions_PD[1:].T.reshape(1, -1, old, old)
+    grid_1DHW = F.interpolate(grid_1DHW, (new, new), mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat([positions_PD[:1], grid_1DHW.flatten(2)[0].T])
 
 
 def _shape_of(state: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from core.errors import ConfigError, DataError, InputError, StorageError, WorkFo
 from core.storage import Folder
 from train import checkpoint
 from train.config import ExportConfig
-from train.export import load_weights, open_clip_config, run_folder, shape_from_open_clip
+from train.export import IMAGE_POSITIONS, Weights, load_weights, open_clip_config, run_folder, shape_from_open_clip
 from train.export import run as export
 from train.models import MODELS, model_config
 from train.optim import make_optimizer
@@ -281,6 +282,29 @@ def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     other = CLIP(dataclasses.replace(SHAPE, embed_dim=16))
     with pytest.raises(ConfigError, match=r"another model: \S+ is \(.*\) there and \(.*\) here"):
         load_weights(str(tmp_path / "runs/main")).into(other)
+
+
+@pytest.mark.parametrize("name", ["test-32", "small-rn-112"])
+def test_weights_of_another_picture_size_keep_their_places(name: str) -> None:
+    """A ramp over the grid stays that ramp over a finer and a coarser one, and what is not of the grid stays."""
+    small = CLIP(MODELS[name])
+    key = next(key for key in IMAGE_POSITIONS if key in small.state_dict())
+    side = math.isqrt(len(small.state_dict()[key]) - 1)
+    state = small.state_dict()
+    state[key][1:] = ((torch.arange(side) + 0.5) / side).repeat(side)[:, None]
+    state[key][0] = 7.0
+    weights = Weights("here", state, None, {})
+    for times in (2, 3):
+        shape = dataclasses.replace(MODELS[name], image_size=MODELS[name].patch * side * times)
+        large = CLIP(shape)
+        weights.into(large)
+        found = large.state_dict()[key]
+        assert torch.equal(found[0], state[key][0])
+        grid = found[1:, 0].view(side * times, side * times)
+        assert torch.allclose(grid[0], grid[-1])
+        middle = slice(times, -times)  # at the edge, bicubic repeats the last value
+        truth = (torch.arange(side * times) + 0.5) / (side * times)
+        assert torch.allclose(grid[0, middle], truth[middle], atol=0.02)
 
 
 def test_what_is_no_weights_is_named(tmp_path: Path) -> None:
