@@ -22,7 +22,7 @@ from typing import Any
 
 from core.errors import ConfigError, HardwareError, PairmillError, RunError
 from core.plan import Unit
-from core.progress import Progress
+from core.progress import Describe, Progress
 
 log = logging.getLogger("pairmill.runner")
 Task = Callable[[Unit], Any]
@@ -66,6 +66,7 @@ def run_units(
     engine: str,
     label: str,
     unit_of_progress: str = "rows",
+    describe: Describe | None = None,
 ) -> Generator[tuple[Unit, Any], None, None]:
     """Run `task` on every unit that is not `done`; yields (unit, what the task returned) as they finish, in any order.
 
@@ -86,7 +87,8 @@ def run_units(
     rows_done = sum(unit.rows for unit, is_done in zip(units, finished, strict=True) if is_done)
     if rows_done:
         log.info("%s: %d of %d units are already there", label, len(units) - len(todo), len(units))
-    with Progress(label, sum(unit.rows for unit in units), unit_of_progress, done=rows_done) as progress:
+    total = sum(unit.rows for unit in units)
+    with Progress(label, total, unit_of_progress, done=rows_done, describe=describe) as progress:
         if engine == "ray":
             yield from _on_ray(todo, task, workers, progress)
         else:

@@ -16,7 +16,7 @@ class IngestConfig(StageConfig):
     engine: str = setting("local", stable=False)
     """Where units run: `local` processes, `ray` (needs the extra of that name), or `img2dataset`: that package downloads
     and its shards are adopted (needs the extra of that name)."""
-    urls: str = setting(argument=True)
+    urls: str = setting(argument=True, stable=False)
     """The list: a parquet, csv, tsv, json, jsonl or txt file, also .gz or .zst, a glob, or an fsspec URL (s3://...)."""
     url_col: str = "url"
     """Column with the image URL; a number counts columns from 0 in a list without a header."""

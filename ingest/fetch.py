@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import glob
 import itertools
@@ -16,53 +17,38 @@ import logging
 import multiprocessing
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from core import catalog
-from core.errors import PairmillError, RunError
+from core.errors import PairmillError
 from core.plan import Unit as Group
 from core.runner import cores, run_units, tick
 from core.schema import Outcome
 from core.storage import Folder, expand
 from core.work import Stage, fingerprint, open_stage, package_version
-from ingest import staging, urllist
+from ingest import journal, staging, tally, urllist
 from ingest.config import check
 from ingest.pictures import Picture, Rules, prepare
+from ingest.tally import JUDGED_ROWS, Report, check_success, render
 from ingest.unit import Job, Unit, open_unit
 
 if TYPE_CHECKING:
     from ingest.config import IngestConfig
     from ingest.http import Fetcher
 
+__all__ = ["render", "run"]
 Result = TypeVar("Result")
 log = logging.getLogger("pairmill.ingest")
 
 SPAN_UNITS = 16  # units a worker takes at once, at most
 DECODERS = 2  # threads a worker; the codecs release the GIL, so one of them runs beside the event loop
 AHEAD = 4  # downloads asked for per download allowed at once, so that one host's queue does not starve the others
-JUDGED_ROWS = 1000  # rows before `min_success` is judged
-
-
-@dataclass
-class Report:
-    """What a worker did: rows by outcome, failed rows by host, seconds of CPU of the worker's process."""
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    failing_hosts: Counter[str] = field(default_factory=Counter)
-    cpu_seconds: float = 0.0
-
-    def add(self, other: Report) -> None:
-        self.outcomes += other.outcomes
-        self.failing_hosts += other.failing_hosts
-        self.cpu_seconds += other.cpu_seconds
 
 
 def run(config: IngestConfig) -> dict[str, Any]:
-    """Fetch every URL of the list; returns the summary: rows, ok, outcomes, seconds, cpu_seconds, bytes, units.
+    """Fetch every URL of the list; returns the summary: rows, ok, outcomes, hosts, seconds, cpu_seconds, bytes, units.
 
     Raises:
         ConfigError: a number out of its range.
@@ -78,8 +64,10 @@ def run(config: IngestConfig) -> dict[str, Any]:
     inputs = fingerprint_list(config.urls)
     with open_stage(config, "ingest", home="ingest", inputs=inputs, redo=False) as stage:
         staging.refuse_other(stage.folder, "ingest")
-        if staging.is_whole(stage, "units") and not config.retry_failed:
-            return _judged(config, stage.folder, stage.finished or {})
+        lost = _drop_parts_without_tar(stage.folder)
+        if stage.finished and staging.is_whole(stage, "units") and not (config.retry_failed or lost):
+            tally.check_whole(stage.finished, config.min_success, stage.folder)
+            return stage.finished
         stage.reopen()
         stage.folder.sweep("ingest")
         stage.folder.sweep(staging.PARTS)
@@ -113,29 +101,45 @@ def _fetch_all(config: IngestConfig, stage: Stage) -> dict[str, Any]:
 
     done = {number for number in range(len(rows)) if finished(number)}
     total = Report()
-    task = functools.partial(fetch_span, config=config, folder=stage.folder, span=span)
+    groups = spans(rows, span)
+    mine = _for_one_worker(config, min(workers, len(groups)))
+    task = functools.partial(fetch_span, config=mine, folder=stage.folder, span=span)
     running = run_units(
-        spans(rows, span), task, done=lambda group: _numbers(group, span, len(rows)) <= done,
-        workers=workers, engine=config.engine, label="ingest",
+        groups, task, done=lambda group: _numbers(group, span, len(rows)) <= done,
+        workers=workers, engine=config.engine, label="ingest", describe=tally.progress_words,
     )  # fmt: skip
     with contextlib.closing(running):
         for _, report in running:
             total.add(report)
             check_success(total, config.min_success, enough=JUDGED_ROWS)
-    summary = staging.summary(stage.folder)
+    stage.folder.remove(journal.HOME)
+    summary = {**staging.summary(stage.folder), "hosts": tally.hosts(stage.folder)}
     catalog.write(stage.folder)
-    summary = _judged(config, stage.folder, summary)
+    tally.check_whole(summary, config.min_success, stage.folder)
     cpu_seconds = total.cpu_seconds + time.process_time() - cpu
     return stage.finish(
         {**summary, "seconds": time.monotonic() - started, "cpu_seconds": cpu_seconds, "units": len(rows)}
     )
 
 
-def _judged(config: IngestConfig, folder: Folder, summary: dict[str, Any]) -> dict[str, Any]:
-    """`summary`, unless it falls short of `min_success`: over all rows, whichever run has fetched them."""
-    if summary["ok"] < config.min_success * summary["rows"]:
-        check_success(Report(Counter(summary["outcomes"]), staging.failing_hosts(folder)), config.min_success, enough=1)
-    return summary
+def _for_one_worker(config: IngestConfig, workers: int) -> IngestConfig:
+    """`config` with this worker's share of what is allowed at a host."""
+    return dataclasses.replace(
+        config, per_host=max(1, config.per_host // workers), host_rate=config.host_rate / workers
+    )
+
+
+def _drop_parts_without_tar(folder: Folder) -> int:
+    """Remove parts whose tar is gone, so that their units are fetched again; returns how many there were."""
+    import pyarrow.compute as pc
+
+    parts = {name.rpartition("/")[2].removesuffix(".parquet") for name in folder.list(f"{staging.PARTS}/*.parquet")}
+    tars = {name.rpartition("/")[2].partition(".")[0] for name in folder.list(f"{staging.PARTS}/*.tar")}
+    lost = [unit for unit in sorted(parts - tars) if pc.count(staging.read_part(folder, unit)["tar"]).as_py()]
+    for unit in lost:
+        log.warning("the tar of %s is gone, so its rows are fetched again", staging.part_name(unit))
+        folder.remove(staging.part_name(unit))
+    return len(lost)
 
 
 def unit_id(number: int) -> str:
@@ -153,24 +157,6 @@ def spans(rows: list[int], span: int) -> list[Group]:
 def _numbers(group: Group, span: int, units: int) -> set[int]:
     first = int(group.id[1:])
     return set(range(first, min(first + span, units)))
-
-
-def check_success(report: Report, least: float, *, enough: int) -> None:
-    """Stop a run that collapses.
-
-    Raises:
-        RunError: after at least `enough` rows, a smaller share than `least` has succeeded.
-    """
-    rows, ok = report.outcomes.total(), report.outcomes[Outcome.OK]
-    if rows < enough or ok >= least * rows:
-        return
-    failures = Counter({k: n for k, n in report.outcomes.items() if k != Outcome.OK})
-    words = [", ".join(f"{name} ({n:,})" for name, n in c.most_common(3)) for c in (failures, report.failing_hosts)]
-    raise RunError(
-        f"only {ok:,} of {rows:,} rows succeeded, less than --min-success {least:g}; most common are {words[0]}, on the "
-        f"hosts {words[1]}; look into these, then run the same command again with --retry-failed (a lower --min-success "
-        "goes on regardless)"
-    )
 
 
 # ---- in a worker -------------------------------------------------------------------------------------------------------
@@ -226,6 +212,7 @@ class _Span:
                     if unit is None:
                         tick(rows[number])
                         continue
+                    tick(0, bytes=unit.received())
                     for outcome, count in unit.settled().items():
                         tick(count, **{outcome: count})
                     if not unit.jobs:
@@ -247,7 +234,7 @@ class _Span:
         finally:
             self._ahead.release()  # only now: bodies that wait for a decoder count as under way, so memory is bounded
         unit.settle(job, fetched, picture)
-        tick(len(job.places), **{picture.outcome: len(job.places)})
+        tick(len(job.places), **{picture.outcome: len(job.places)}, bytes=len(fetched.body))
         if not unit.open_jobs:
             await self._publish(unit)
 
@@ -256,9 +243,5 @@ class _Span:
         for row in unit.rows:
             self._report.outcomes[row["outcome"]] += 1
             if row["outcome"] != Outcome.OK:
-                self._report.failing_hosts[_host(row["final_url"] or row["url"] or "")] += 1
+                self._report.failing_hosts[tally.host_of(row["final_url"] or row["url"] or "")] += 1
         check_success(self._report, self._config.min_success, enough=JUDGED_ROWS)
-
-
-def _host(url: str) -> str:
-    return url.partition("://")[2].partition("/")[0] or "(none)"

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import re
 import tarfile
-import tempfile
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from core import catalog
 from core.errors import WorkFolderError
 from core.schema import RETRYABLE, Outcome, pair_schema
-from core.storage import Folder, storage_errors
+from core.storage import Folder
 from core.work import Stage
+from ingest.journal import Journal
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 PARTS = "ingest/parts"
-SPOOL_BYTES = 64_000_000  # pictures of an unfinished unit, in memory; beyond that (originals) in a temporary file
 
 
 def part_name(unit: str) -> str:
@@ -71,37 +69,14 @@ def claim(folder: Folder, verb: str) -> None:
 
 @dataclass(frozen=True)
 class Member:
-    """A picture for the tar: where its bytes lie in the spool, and its file name."""
+    """A picture for the tar: where its bytes lie in the journal, and its file name."""
 
     name: str
     start: int
     size: int
 
 
-class Spool:
-    """Pictures in the order in which they arrive, until the tar is written in the order of the list."""
-
-    def __init__(self) -> None:
-        self._file = tempfile.SpooledTemporaryFile(max_size=SPOOL_BYTES)  # noqa: SIM115 (closed by `close`)
-        self._end = 0
-
-    def add(self, data: bytes) -> tuple[int, int]:
-        """Store `data`; returns where it lies: (start, size)."""
-        with storage_errors(f"temporary files in {tempfile.gettempdir()}"):
-            self._file.seek(self._end)
-            self._file.write(data)
-        self._end += len(data)
-        return self._end - len(data), len(data)
-
-    def read(self, start: int, size: int) -> bytes:
-        self._file.seek(start)
-        return self._file.read(size)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def write_tar(path: Path, members: Iterable[Member], spool: Spool) -> list[int]:
+def write_tar(path: Path, members: Iterable[Member], journal: Journal) -> list[int]:
     """Write a USTAR archive without dates or owners; returns the byte position of each member's data."""
     offsets = []
     with path.open("wb") as file:
@@ -110,7 +85,7 @@ def write_tar(path: Path, members: Iterable[Member], spool: Spool) -> list[int]:
             info.size = member.size
             file.write(info.tobuf(tarfile.USTAR_FORMAT))
             offsets.append(file.tell())
-            file.write(spool.read(member.start, member.size))
+            file.write(journal.read(member.start, member.size))
             file.write(bytes(-member.size % tarfile.BLOCKSIZE))
         file.write(bytes(2 * tarfile.BLOCKSIZE))
     return offsets
@@ -168,14 +143,6 @@ def sweep_tars(folder: Folder) -> None:
     for tar in sorted(tars - named):
         if re.sub(r"(\.r\d+)?\.tar$", "", tar) in finished:
             folder.remove(tar)
-
-
-def failing_hosts(folder: Folder) -> Counter[str]:
-    """Rows of all parts that are not ok, by host."""
-    host = "coalesce(nullif(regexp_extract(coalesce(final_url, url), '://([^/]*)', 1), ''), '(none)')"
-    with catalog.connect(folder) as connection:
-        found = connection.execute(f"SELECT {host}, count(*) FROM pairs WHERE outcome != 'ok' GROUP BY ALL").fetchall()
-    return Counter(dict(found))
 
 
 def summary(folder: Folder) -> dict[str, Any]:

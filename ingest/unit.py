@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from core.schema import RETRYABLE, Outcome, pair_fields
 from core.storage import Folder
 from ingest import captions, staging, urllist
+from ingest.journal import Journal
 from ingest.listfiles import sound
 from ingest.pictures import Picture
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ingest.http import Fetched
 
 Row = dict[str, Any]
+_KEPT = ["", "", {"outcome": str(Outcome.INTERNAL)}]  # a picture of the old tar, which a killed retry copies again
 _COPIED = ("sha256", "format", "width", "height", "stored_width", "stored_height", "image_hash", "image_hash_mirrored")
 _OF_THE_LIST = ("uid", "unit", "row", "url", "caption", "caption_raw", "lang")
 
@@ -36,16 +38,17 @@ class Job:
 class Unit:
     """Rows of a unit in the order of the list; `jobs` are the downloads still needed, `open_jobs` how many of them.
 
-    `round` counts the rounds of `--retry-failed`; `source` holds the source's own columns.
+    `round` counts the rounds of `--retry-failed`; `source` holds the source's own columns. What is settled goes into the
+    journal at once, and a unit that a killed run had begun takes it from there.
     """
 
     folder: Folder
     id: str
     rows: list[Row]
     source: pa.Table
-    spool: staging.Spool
+    journal: Journal
     jobs: list[Job]
-    open_jobs: int
+    open_jobs: int = 0
     round: int = 0
     old_tar: str | None = None
     _stored: dict[int, staging.Member] = field(default_factory=dict)
@@ -61,14 +64,29 @@ class Unit:
             **picture_columns(picture), "status": fetched.status, "final_url": fetched.final_url,
             "attempts": fetched.attempts, "elapsed_s": fetched.elapsed_s, "fetched_at": datetime.datetime.now(datetime.UTC),
         }  # fmt: skip
+        data = picture.data if picture.outcome == Outcome.OK else b""
+        self._take(job, result, picture.ending, *self.journal.add([job.url, picture.ending, result], data))
+        self.open_jobs -= 1
+
+    def _take(self, job: Job, result: Row, ending: str, start: int, size: int) -> None:
         for place in job.places:
             self.rows[place].update(result)
-        if picture.outcome == Outcome.OK:
-            member = staging.Member(
-                f"{self.rows[job.places[0]]['uid']}.{picture.ending}", *self.spool.add(picture.data)
-            )
+        if result["outcome"] == Outcome.OK:
+            member = staging.Member(f"{self.rows[job.places[0]]['uid']}.{ending}", start, size)
             self._stored.update(dict.fromkeys(job.places, member))
-        self.open_jobs -= 1
+
+    def recover(self) -> None:
+        """Take in what a killed run had settled, but for failures that another attempt may cure."""
+        jobs = {job.url: job for job in self.jobs}
+        for (url, ending, result), start, size in self.journal.records():
+            if url in jobs and result["outcome"] not in RETRYABLE:
+                self._take(jobs.pop(url), result, ending, start, size)
+        self.jobs = list(jobs.values())
+        self.open_jobs = len(self.jobs)
+
+    def received(self) -> int:
+        """Bytes of what needs no download any more."""
+        return sum(member.size for member in set(self._stored.values()))
 
     def publish(self, *, lang: bool) -> None:
         """Write the tar, then the part; after a retry, remove the tar that the old part named."""
@@ -80,7 +98,7 @@ class Unit:
         staging.write_part(self.folder, self.id, self.rows, self.source)
         if self.old_tar is not None and self.old_tar != staging.tar_name(self.id, self.round):
             self.folder.remove(self.old_tar)
-        self.spool.close()
+        self.journal.close(done=True)
 
     def _write_tar(self) -> None:
         members = list(dict.fromkeys(self._stored[place] for place in sorted(self._stored)))
@@ -88,7 +106,7 @@ class Unit:
             return
         name = staging.tar_name(self.id, self.round)
         with self.folder.staged(name) as path:
-            offsets = dict(zip(members, staging.write_tar(path, members, self.spool), strict=True))
+            offsets = dict(zip(members, staging.write_tar(path, members, self.journal), strict=True))
         for place, member in self._stored.items():
             self.rows[place] |= {"tar": name, "tar_offset": offsets[member], "tar_size": member.size}
 
@@ -120,12 +138,16 @@ def open_unit(folder: Folder, number: int, unit_id: str, config: IngestConfig) -
     return _unit(folder, unit_id, rows, source, _wanted(rows, allow_empty))
 
 
-def _unit(folder: Folder, unit_id: str, rows: list[Row], source: pa.Table, wanted: list[int]) -> Unit:
+def _unit(folder: Folder, unit_id: str, rows: list[Row], source: pa.Table, wanted: list[int], round_: int = 0) -> Unit:
     jobs: dict[str, Job] = {}
     for place in wanted:
         url = rows[place]["url"] or ""
         jobs.setdefault(url, Job(url)).places.append(place)
-    return Unit(folder, unit_id, rows, source, staging.Spool(), list(jobs.values()), len(jobs))
+    unit = Unit(
+        folder, unit_id, rows, source, Journal(folder, f"{unit_id}.{round_}"), list(jobs.values()), round=round_
+    )
+    unit.recover()
+    return unit
 
 
 def _new_row(unit_id: str, planned: Row) -> Row:
@@ -154,12 +176,12 @@ def _reopened(folder: Folder, unit_id: str, source: pa.Table) -> Unit | None:
     again = [place for place, row in enumerate(rows) if row["outcome"] in RETRYABLE]
     if not again:
         return None
-    unit = _unit(folder, unit_id, rows, source, again)
-    unit.old_tar = next((row["tar"] for row in rows if row["tar"]), None)
-    unit.round = staging.round_of(unit.old_tar) + 1
+    old_tar = next((row["tar"] for row in rows if row["tar"]), None)
     blank = dict.fromkeys((f.name for f in pair_fields() if f.name not in _OF_THE_LIST), None)
     for place in again:
         rows[place] |= {**blank, "outcome": str(Outcome.INTERNAL)}
+    unit = _unit(folder, unit_id, rows, source, again, staging.round_of(old_tar) + 1)
+    unit.old_tar = old_tar
     _keep_pictures(unit)
     return unit
 
@@ -173,5 +195,7 @@ def _keep_pictures(unit: Unit) -> None:
         offset = row["tar_offset"]
         if offset not in kept:
             data = unit.folder.read_range(row["tar"], offset, row["tar_size"])
-            kept[offset] = staging.Member(staging.member_name(unit.folder, row["tar"], offset), *unit.spool.add(data))
+            kept[offset] = staging.Member(
+                staging.member_name(unit.folder, row["tar"], offset), *unit.journal.add(_KEPT, data)
+            )
         unit._stored[place] = kept[offset]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
+import random
 import signal
 import socketserver
 import subprocess
@@ -19,6 +21,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from core.errors import ConfigError, DataError, HardwareError, InputError, RunError, StorageError, WorkFolderError
 from core.images import decode, read_header
@@ -26,6 +29,7 @@ from core.schema import Outcome, pair_fields
 from core.storage import Folder
 from ingest import fetch, staging
 from ingest.config import IngestConfig
+from ingest.tally import progress_words
 from tests.ingest.server import Server, picture
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +46,7 @@ def write_list(path: Path, rows: list[tuple[str, str]]) -> str:
 
 def settings(tmp_path: Path, urls: str, **more: Any) -> dict[str, Any]:
     common = {"urls": urls, "work": str(tmp_path / "work"), "allow_private": True, "workers": 1, "retries": 1}
-    return {**common, "size": 48, "min_side": 16, "timeout": 3.0, **more}
+    return {**common, "size": 48, "min_side": 16, "timeout": 60.0, **more}
 
 
 def run(tmp_path: Path, urls: str, **more: Any) -> dict[str, Any]:
@@ -202,7 +206,7 @@ def test_the_other_engine_takes_no_other_list_or_settings_for_the_same(
     first, second = (write_list(tmp_path / f"{n}.parquet", [(f"http://a.test/{n}", f"caption {n}")]) for n in (1, 2))
     assert run(tmp_path, first, engine="img2dataset")["rows"] == 1
     assert run(tmp_path, first, engine="img2dataset")["rows"] == 1
-    with pytest.raises(WorkFolderError, match="urls was"):
+    with pytest.raises(WorkFolderError, match="another input"):
         run(tmp_path, second, engine="img2dataset")
     with pytest.raises(WorkFolderError, match="size was 48, now 64"):
         run(tmp_path, first, engine="img2dataset", size=64)
@@ -281,9 +285,9 @@ def test_a_collapse_stops_the_run_and_names_hosts(tmp_path: Path, server: Server
 def test_a_full_temporary_disk_is_one_sentence(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     urls = write_list(tmp_path / "list.parquet", [(server.url("/pic/1.jpg"), "one")])
     with open("/dev/full", "r+b", buffering=0) as full:
-        monkeypatch.setattr(staging.tempfile, "SpooledTemporaryFile", lambda **_: full)
+        monkeypatch.setattr("ingest.journal.tempfile.TemporaryFile", lambda **_: full)
         with pytest.raises(StorageError, match="disk is full while writing temporary files"):
-            run(tmp_path, urls, size=NO_RESIZE)
+            run(tmp_path, urls, size=NO_RESIZE, work=f"memory://{tmp_path.name}")
 
 
 def test_retry_failed_mends_what_may_mend_and_leaves_the_rest(tmp_path: Path, server: Server) -> None:
@@ -320,37 +324,150 @@ def outputs(work: Path) -> tuple[dict[str, bytes], pa.Table]:
     return tars, parts(work).drop_columns(PASSING)
 
 
-@pytest.mark.parametrize(("workers", "finished_units"), [(1, 1), (2, 3)])
-def test_kill_9_loses_nothing(tmp_path: Path, server: Server, workers: int, finished_units: int) -> None:
-    rows = [(server.url(f"/pic/{i % 150}.{'png' if i % 2 else 'jpg'}"), f"caption {i}") for i in range(180)]
-    rows += [(server.url(f"/fault/missing?{i}"), "gone") for i in range(10)]
-    urls = write_list(tmp_path / "list.parquet", rows)
-    common: dict[str, Any] = {"workers": workers, "unit_urls": 10, "concurrency": 8, "size": NO_RESIZE}
-    run(tmp_path / "calm", urls, **{**common, "workers": 1})
-
-    server.delay = 0.05
-    arguments = settings(tmp_path, urls, **common)
+def started(arguments: dict[str, Any]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "tests.ingest.run_ingest", json.dumps(arguments)]
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.DEVNULL)
-    part_folder = tmp_path / "work/ingest/parts"
-    deadline = time.monotonic() + 60
-    while len(list(part_folder.glob("u*.parquet"))) < finished_units:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    done = {path.name: path.stat().st_mtime_ns for path in part_folder.glob("u*.parquet")}
-    assert len(done) < 16
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
+
+def kill_after(process: subprocess.Popen[bytes], server: Server, requests: int) -> None:
+    """Kill -9 the process and its workers when the server has seen so many requests more."""
+    until, deadline = server.hits.total() + requests, time.monotonic() + 120
+    while server.hits.total() < until:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_kill_9_at_any_moment_loses_nothing_and_repeats_only_what_was_under_way(tmp_path: Path, server: Server) -> None:
+    rows = [(server.url(f"/pic/{i % 330}.{'png' if i % 2 else 'jpg'}"), f"caption {i}") for i in range(400)]
+    rows += [(server.url(f"/fault/missing?{i}"), "gone") for i in range(40)]
+    urls = write_list(tmp_path / "list.parquet", rows)
+    common: dict[str, Any] = {"unit_urls": 90, "concurrency": 4, "size": NO_RESIZE}
+    run(tmp_path / "calm", urls, **common)
+
+    server.hits.clear()
+    server.delay = 0.01
+    moments = random.Random(9)
+    workers = [1, 2, 1, 1, 2, 1]
+    for number in workers:
+        process = started(settings(tmp_path, urls, workers=number, **common))
+        kill_after(process, server, moments.randint(20, 50))
+    assert not (tmp_path / "work/ingest/done.json").exists()
     server.delay = 0.0
-    summary = run(tmp_path, urls, **{**common, "workers": 1})
-    assert summary["rows"] == 190
+    part_folder = tmp_path / "work/ingest/parts"
+    done = {path.name: path.stat().st_mtime_ns for path in part_folder.glob("u*.parquet")}
+    assert run(tmp_path, urls, **common)["rows"] == 440
     assert all((part_folder / name).stat().st_mtime_ns == then for name, then in done.items())
-    assert not list(part_folder.glob(".tmp-*"))
+    assert not list(part_folder.glob(".tmp-*")) and not (tmp_path / "work/ingest/journal").exists()
     tars, table = outputs(tmp_path / "work")
     calm_tars, calm_table = outputs(tmp_path / "calm/work")
     assert tars == calm_tars
     assert table.equals(calm_table)
+    repeated = server.hits.total() - len(server.hits)
+    assert repeated <= sum(workers) * fetch.AHEAD * common["concurrency"]
+
+
+def test_ctrl_c_keeps_what_was_fetched(tmp_path: Path, server: Server) -> None:
+    rows = [(server.url(f"/pic/{i}.jpg"), f"caption {i}") for i in range(120)]
+    urls = write_list(tmp_path / "list.parquet", rows)
+    server.delay = 0.02
+    process = started(settings(tmp_path, urls, concurrency=4, size=NO_RESIZE))
+    while server.hits.total() < 60:
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    assert b"KeyboardInterrupt" in process.communicate(timeout=60)[1]  # which the command line turns into a sentence
+    server.delay = 0.0
+    assert run(tmp_path, urls, concurrency=4, size=NO_RESIZE)["ok"] == 120
+    assert server.hits.total() - len(server.hits) <= fetch.AHEAD * 4
+
+
+FULL_DISK = """
+mount -t tmpfs -o size=600k none "$1" || exit 77
+"$2" -m tests.ingest.run_ingest "$3"; echo "first $?"
+mount -o remount,size=20m "$1"
+"$2" -m tests.ingest.run_ingest "$3"; echo "second $?"
+cp -r "$1" "$4"
+"""
+
+
+def test_a_full_disk_stops_the_run_with_a_sentence_and_more_room_lets_it_continue(
+    tmp_path: Path, server: Server
+) -> None:
+    """On a real small file system, which a user namespace lets anybody mount."""
+    rows = [(server.url(f"/pic/{i}.jpg"), f"caption {i}") for i in range(200)]
+    urls = write_list(tmp_path / "list.parquet", rows)
+    (tmp_path / "disk").mkdir()
+    arguments = {
+        **settings(tmp_path, urls, unit_urls=60, keep_original=True, size=NO_RESIZE),
+        "work": str(tmp_path / "disk/work"),
+    }
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", FULL_DISK, "sh", str(tmp_path / "disk")]
+    try:
+        done = subprocess.run(
+            [*command, sys.executable, json.dumps(arguments), str(tmp_path / "copy")],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    except FileNotFoundError:
+        pytest.skip("there is no unshare program to make a small disk with")
+    if "first" not in done.stdout:
+        pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
+    assert "first 1" in done.stdout and "second 0" in done.stdout, done
+    assert "StorageError: the disk is full" in done.stderr
+    run(tmp_path / "calm", urls, unit_urls=60, keep_original=True, size=NO_RESIZE)
+    full, calm = outputs(tmp_path / "copy/work"), outputs(tmp_path / "calm/work")
+    assert full[0] == calm[0] and full[1].equals(calm[1])
+
+
+def test_a_tar_that_got_lost_is_fetched_again(tmp_path: Path, server: Server) -> None:
+    rows = [(server.url(f"/pic/{i}.jpg"), f"caption {i}") for i in range(12)]
+    rows += [(server.url("/fault/missing"), "a unit without pictures has no tar")]
+    urls = write_list(tmp_path / "list.parquet", rows)
+    run(tmp_path, urls, unit_urls=4, size=NO_RESIZE)
+    before = outputs(tmp_path / "work")
+    (tmp_path / "work/ingest/parts/u000001.tar").unlink()
+    assert run(tmp_path, urls, unit_urls=4, size=NO_RESIZE)["ok"] == 12
+    after = outputs(tmp_path / "work")
+    assert before[0] == after[0] and before[1].equals(after[1])
+    hits = server.hits.total()
+    run(tmp_path, urls, unit_urls=4, size=NO_RESIZE)
+    assert server.hits.total() == hits
+
+
+def test_a_list_may_be_spelt_otherwise_the_next_time(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = write_list(tmp_path / "list.parquet", [(server.url("/pic/1.jpg"), "one")])
+    run(tmp_path, urls, size=NO_RESIZE)
+    monkeypatch.chdir(tmp_path)
+    for spelling in ("list.parquet", "./list.parquet", f"file://{urls}", str(tmp_path / "li*.parquet")):
+        assert run(tmp_path, spelling, size=NO_RESIZE)["ok"] == 1
+    assert server.hits.total() == 1
+
+
+def test_the_summary_names_outcomes_and_hosts(tmp_path: Path, server: Server) -> None:
+    rows = [(server.url("/pic/1.jpg"), "one"), (server.url("/fault/missing"), "gone"), ("http://[::1", "no url")]
+    rows += [(f"http://user:secret@127.0.0.1:{server.port}/fault/missing?2", "gone"), ("//", "none")]
+    summary = run(tmp_path, write_list(tmp_path / "list.parquet", rows), size=NO_RESIZE)
+    here = {"host": f"127.0.0.1:{server.port}", "rows": 3, "ok": 1, "failure": "http_4xx"}
+    assert here in summary["hosts"] and "secret" not in json.dumps(summary)
+    out = io.StringIO()
+    Console(file=out, width=100).print(fetch.render(summary))
+    text = out.getvalue()
+    assert "1 of 5 rows are pictures now (20.0%)" in text and "http_4xx" in text and here["host"] in text
+
+
+def test_the_progress_line_counts_successes_and_not_rows() -> None:
+    counts = {"ok": 30, "http_4xx": 15, "dns": 5, "bytes": 4_000_000}
+    assert progress_words(counts, 2.0) == "15.0 ok/s 2.00 MB/s 60.0% ok http_4xx 15 dns 5"
+    assert progress_words({}, 2.0) == ""
+
+
+def test_workers_share_what_is_allowed_at_a_host() -> None:
+    config = IngestConfig(urls="", per_host=8, host_rate=10.0)
+    assert [fetch._for_one_worker(config, n).per_host for n in (1, 3, 8, 20)] == [8, 2, 1, 1]
+    assert fetch._for_one_worker(config, 4).host_rate == 2.5
 
 
 def test_two_workers_write_what_one_writes(tmp_path: Path, server: Server) -> None:
