@@ -21,9 +21,9 @@ from core.errors import PairmillError
 from dedup.config import DedupConfig
 from demo.config import DemoConfig
 from ingest.config import AdoptConfig, IngestConfig
-from report.config import AuditConfig, ReportConfig, SqlConfig
+from report.config import AuditConfig, BrowseConfig, ReportConfig, SqlConfig
 from shardkit.config import ShardConfig, VerifyConfig
-from train.config import DiagnoseConfig, DoctorConfig, EvalConfig, ExportConfig, PlanConfig, TrainConfig
+from train.config import DiagnoseConfig, DoctorConfig, EvalConfig, ExportConfig, PlanConfig, ScoreConfig, TrainConfig
 
 Summary = dict[str, Any]
 INTERRUPTED = 130  # Typer catches Ctrl-C before `main` could, and ends with this code and no word
@@ -32,6 +32,7 @@ INTERRUPTED = 130  # Typer catches Ctrl-C before `main` could, and ends with thi
 STAGES: dict[str, tuple[type[StageConfig], str]] = {
     "ingest": (IngestConfig, "ingest.fetch"),
     "adopt": (AdoptConfig, "ingest.adopt"),
+    "score": (ScoreConfig, "train.score"),
     "dedup": (DedupConfig, "dedup.keep"),
     "shard": (ShardConfig, "shardkit.pack"),
     "train": (TrainConfig, "train.run"),
@@ -43,6 +44,7 @@ TOOLS: dict[str, tuple[type[StageConfig], str]] = {
     "export": (ExportConfig, "train.export"),
     "audit": (AuditConfig, "report.audit"),
     "sql": (SqlConfig, "report.sql"),
+    "browse": (BrowseConfig, "report.browse"),
     "diagnose": (DiagnoseConfig, "train.diagnose"),
     "plan": (PlanConfig, "train.budget"),
     "doctor": (DoctorConfig, "train.doctor"),

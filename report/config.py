@@ -34,6 +34,16 @@ class ReportConfig(StageConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BrowseConfig(StageConfig):
+    """Serve the report with every pair, dropped pair and cluster behind it, page by page, by any SQL condition."""
+
+    port: int = setting(8383)
+    """Port to serve on; 0 takes a free one."""
+    host: str = setting("127.0.0.1")
+    """Address to serve on. Any other than loopback shows the data to whoever reaches it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SqlConfig(StageConfig):
     """Run one query over the catalogue: pairs, signatures, clusters, decisions, samples, holdout, steps, evals."""
 

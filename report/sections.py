@@ -94,7 +94,7 @@ def _gallery(report: dict[str, Any]) -> Child:
         meaning = f"not kept by the rule {where}" if name == "where" and where else REASONS.get(name, _rule(name))
         heading = tag("h4", name, tag("span", meaning))
         copies = any(pair["survivor"] for pair in reason["pairs"])
-        cards = tag("ul", [_card(pair) for pair in reason["pairs"]], class_="cards" if copies else "cards small")
+        cards = tag("ul", [card(pair) for pair in reason["pairs"]], class_="cards" if copies else "cards small")
         groups.append(tag("div", heading, cards, class_="group", data_reason=name))
     return [
         tag("h3", "Sample pictures"),
@@ -112,8 +112,8 @@ def _chip(reason: str, words: str, *, pressed: bool = False) -> Markup:
     return tag("button", words, type="button", data_reason=reason, aria_pressed="true" if pressed else "false")
 
 
-def _card(pair: dict[str, Any]) -> Markup:
-    """One pair; a copy shows the pair that stands for it beside it."""
+def card(pair: dict[str, Any], note: Child = None) -> Markup:
+    """One pair and what else is to say of it; a copy shows the pair that stands for it beside it."""
     survivor = pair.get("survivor")
     pictures = [_picture(pair, "dropped" if survivor else "")]
     evidence = None
@@ -124,7 +124,7 @@ def _card(pair: dict[str, Any]) -> Markup:
     other = None
     if survivor and survivor["caption"] != pair["caption"]:
         other = tag("p", "kept: ", survivor["caption"], class_="other", dir="auto")
-    return tag("li", tag("div", pictures, class_="pair"), tag("p", pair["caption"], dir="auto"), other, evidence)
+    return tag("li", tag("div", pictures, class_="pair"), tag("p", pair["caption"], dir="auto"), other, evidence, note)
 
 
 def _picture(pair: dict[str, Any], words: str) -> Markup:
@@ -152,7 +152,7 @@ def duplicates(audit: dict[str, Any], largest: list[dict[str, Any]]) -> Child:
     note = f"{number(audit['clusters']['clusters'])} clusters hold {number(held)} pairs"
     cards = []
     for cluster in largest:
-        members = [_member(pair) for pair in cluster["pairs"]]
+        members = [member(pair) for pair in cluster["pairs"]]
         more = cluster["rows"] - len(members)
         if more > 0:
             members.append(tag("li", tag("span", f"and {number(more)} more", class_="blank")))
@@ -165,7 +165,8 @@ def duplicates(audit: dict[str, Any], largest: list[dict[str, Any]]) -> Child:
     ]
 
 
-def _member(pair: dict[str, Any]) -> Markup:
+def member(pair: dict[str, Any]) -> Markup:
+    """One pair of a cluster."""
     return tag("li", _picture(pair, "kept" if pair["kept"] else "dropped"), tag("p", pair["caption"], dir="auto"),
                class_="kept" if pair["kept"] else None)  # fmt: skip
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from core.errors import ConfigError, nearest
+from train import scaling
 from train.models import (
     MLP_RATIO,
     ModelConfig,
@@ -179,11 +180,16 @@ def communication(cfg: ModelConfig, *, batch: int, gpus: int) -> dict[str, float
 
 
 def run(config: PlanConfig) -> dict[str, Any]:
-    """The arithmetic of one plan.
+    """The arithmetic of one plan, or the law that fits a table of runs (`scaling.run`).
 
     Raises:
         ConfigError: an unknown model or GPU, or a number that cannot be.
+        InputError: a table without runs.
     """
+    if config.what == "scaling":
+        if not config.table:
+            raise ConfigError("expected a CSV file of runs, as in `pairmill plan scaling runs.csv`")
+        return scaling.run(config.table)
     _check(config)
     cfg, card = model_config(config.model), gpu(config.gpu)
     flops = run_flops(cfg, config.pairs, config.epochs, config.text_len)
@@ -213,6 +219,7 @@ def run(config: PlanConfig) -> dict[str, Any]:
         "peak_flops": card.peak_flops,
         "days": config.days or days_of(flops, config.gpus, card.peak_flops, mfu),
         "gpu_hours": flops / (card.peak_flops * mfu * 3600.0),
+        "cost": config.price * flops / (card.peak_flops * mfu * 3600.0) or None,
         "mfu": mfu,
         "hfu": hfu,
         "steps": math.ceil(config.pairs * config.epochs / config.batch_size),
@@ -232,8 +239,8 @@ def _check(config: PlanConfig) -> None:
     for name in ("pairs", "epochs", "gpus", "batch_size", "text_len"):
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigError(f"expected --{name.replace('_', '-')} above 0, found {getattr(config, name)}")
-    if not 0 <= config.days < math.inf or config.micro_batch < 0:
-        raise ConfigError("expected --days and --micro-batch of 0 or more")
+    if not 0 <= config.days < math.inf or not 0 <= config.price < math.inf or config.micro_batch < 0:
+        raise ConfigError("expected --days, --price and --micro-batch of 0 or more")
     if not 0 < config.mfu <= 1:
         raise ConfigError(f"expected --mfu between 0 and 1, found {config.mfu}; 0.4 is 40 %")
 
@@ -246,6 +253,8 @@ def _loader(rate: float, gpus: int) -> dict[str, float]:
 
 def render(summary: dict[str, Any]) -> RenderableType:
     """The plan as tables for a terminal."""
+    if "scaling" in summary:
+        return scaling.render(summary)
     from rich.console import Group
     from rich.text import Text
 
@@ -274,6 +283,7 @@ def _cost_table(s: dict[str, Any]) -> RenderableType:
             "time",
             f"{s['days']:,.2f} days, {s['gpu_hours']:,.0f} GPU hours, {s['steps']:,.0f} steps of {s['step_s']:.3g} s",
         ),
+        *((("cost", f"{s['cost']:,.0f}"),) if s["cost"] else ()),
         ("speed", f"{s['pairs_per_s']:,.0f} pairs/s"),
         (
             "loader, a node",

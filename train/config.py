@@ -47,7 +47,13 @@ class TrainConfig(StageConfig):
     wd: float = setting(0.2)
     """Weight decay of matrices and embeddings (gains, biases and the scale have none)."""
     grad_clip: float = setting(1.0)
-    """Largest gradient norm; longer gradients are scaled down to it. 0 turns clipping off, the norm is logged anyway."""
+    """Largest gradient norm of a tower; a longer gradient is scaled down to it. 0 turns clipping off, norms are logged
+    anyway."""
+    spike: float = setting(10.0)
+    """Standard deviations above the recent losses from which a step is left out; ten such steps in a row go back to the
+    newest checkpoint from before them. 0 leaves out only what is not finite."""
+    lock_image: bool = setting(False)
+    """Train the text tower only, on the image tower that `init` brings (LiT)."""
     precision: Literal["bf16", "fp32"] = setting("bf16")
     """Type of the matrix products; parameters and the loss stay in fp32 either way."""
     loss: Literal["clip", "siglip"] = setting("clip")
@@ -61,9 +67,15 @@ class TrainConfig(StageConfig):
     eval_every: int = setting(0, stable=False)
     """Steps between evaluations; 0 evaluates at the end only."""
     checkpoint_every: int = setting(500, stable=False)
-    """Steps between checkpoints; one is always written at the end and on SIGTERM. 0 writes those only."""
+    """Steps between checkpoints; one is always written at the end, on SIGTERM and on SIGUSR1. 0 writes those only."""
+    checkpoint_minutes: float = setting(0.0, stable=False)
+    """Minutes after which a checkpoint is written at the latest; 0 counts steps only."""
+    checkpoints: str = setting("", stable=False)
+    """Folder or URL (s3://) to keep the checkpoints in; empty takes the run's own."""
     keep: int = setting(3, stable=False)
     """Newest checkpoints to keep; at least 2 leaves one to fall back to when the newest is damaged."""
+    keep_every: int = setting(0, stable=False)
+    """Checkpoints of every so many-th step are kept for good beside the newest; 0 keeps none."""
     log_every: int = setting(10, stable=False)
     """Steps a row of metrics.jsonl covers."""
     crop: float = setting(0.9)
@@ -86,6 +98,8 @@ class TrainConfig(StageConfig):
     quarantine.jsonl."""
     checkpointing: bool = setting(False, stable=False)
     """Recompute activations in the backward pass: much less memory for about a third more compute."""
+    fsdp: bool = setting(False, stable=False)
+    """Share out parameters and optimiser over the ranks (FSDP2) when a GPU cannot hold them; the same steps, more traffic."""
     compile: bool = setting(False, stable=False)
     """Compile the towers with torch.compile: pays on GPUs in long runs, not on CPUs."""
     device: Literal["auto", "cpu", "cuda"] = setting("auto", stable=False)
@@ -116,6 +130,28 @@ class EvalConfig(StageConfig):
     threads: int = setting(0)
     """Decode threads; 0 takes one a core."""
     device: Literal["auto", "cpu", "cuda"] = setting("auto")
+    """Where to run; `auto` takes a GPU where there is one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreConfig(StageConfig):
+    """Give every fetched pair a `clip_score`: the cosine of picture and caption by a checkpoint, for `dedup` to filter by.
+
+    It runs between ingest and dedup, and in one process, whose threads use every core (or the GPU).
+    """
+
+    checkpoint: str = setting("")
+    """Whose embeddings to take: a checkpoint or run folder, an open_clip folder, a .safetensors or .pt file; empty takes the
+    newest checkpoint of WORK/runs/main."""
+    model: str = setting("")
+    """Shape of the towers, needed only for bare weight files, which do not name theirs."""
+    precision: Literal["bf16", "fp32"] = setting("bf16")
+    """Type of the matrix products."""
+    batch: int = setting(250, stable=False)
+    """Pictures or captions embedded at a time."""
+    threads: int = setting(0, stable=False)
+    """Decode threads; 0 takes one a core."""
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", stable=False)
     """Where to run; `auto` takes a GPU where there is one."""
 
 
@@ -160,12 +196,18 @@ class DiagnoseConfig(StageConfig):
     """Seconds for each of the three trials; 0 reads the run's metrics only. Longer is steadier on a busy machine."""
     budget: float = setting(0.0)
     """Largest share of a step that may be waiting, as 0.1; above it the exit code is 3. 0 sets no budget."""
+    apply: int = setting(0)
+    """Number of the fix to try, 1 for the first: the loop runs once more with it, on a copy where it changes the data."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(StageConfig):
     """What a run will cost: operations, days or MFU, and memory a GPU. Arithmetic only; nothing is run."""
 
+    what: Literal["run", "scaling"] = setting("run", argument=True)
+    """`run` plans one; `scaling` fits error against compute over the runs of a CSV file, and draws it."""
+    table: str = setting("", argument=True)
+    """CSV file of `scaling`: compute, error (or accuracy), and optionally name and data."""
     model: str = setting("ViT-L-14")
     """Shape of both towers, as in `train`."""
     pairs: float = setting(400e6)
@@ -180,6 +222,8 @@ class PlanConfig(StageConfig):
     """Days the run took or may take: gives the utilisation (MFU) this means. 0 plans the days from `mfu`."""
     mfu: float = setting(0.4)
     """Share of the GPUs' peak that does the model's work; 0.3 to 0.5 is usual for ViT-L on A100s, less for small models."""
+    price: float = setting(0.0)
+    """What a GPU costs an hour, in any currency; gives the cost of the run."""
     batch_size: int = setting(32768)
     """Pairs a step over all GPUs."""
     micro_batch: int = setting(0)
