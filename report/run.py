@@ -94,7 +94,7 @@ def recipe(settings: dict[str, Any], work: str) -> str:
         for stage, values in settings.items()
         if isinstance(values, dict)
     }
-    order = ["ingest", "adopt", "dedup", "shard", "train", "eval", "report"]
+    order = ["ingest", "adopt", "score", "dedup", "shard", "train", "eval", "report"]
     return tomli_w.dumps({"work": work} | {stage: stages[stage] for stage in order if stage in stages})
 
 
