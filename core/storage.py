@@ -227,8 +227,8 @@ _UNWRITABLE = frozenset(
 
 
 @contextlib.contextmanager
-def storage_errors(where: str) -> Iterator[None]:
-    """Turn what the system says about writing to `where` into a StorageError."""
+def storage_errors(where: str, doing: str = "write") -> Iterator[None]:
+    """Turn what the system says about writing (or `doing` what else) to `where` into a StorageError."""
     try:
         yield
     except OSError as error:
@@ -237,7 +237,10 @@ def storage_errors(where: str) -> Iterator[None]:
                 f"the disk is full while writing {where}; free some space and run the same command again to continue"
             ) from error
         if error.errno in _UNWRITABLE:
-            raise StorageError(f"cannot write {where}: {error.strerror}; choose another folder with --work") from error
+            where = where if doing == "write" else str(error.filename or where)
+            raise StorageError(
+                f"cannot {doing} {where}: {error.strerror}; choose another folder with --work"
+            ) from error
         raise
 
 

@@ -46,3 +46,5 @@ class VerifyConfig(StageConfig):
     repair: bool = setting(False)
     """Write damaged shards of the work folder again, to the very bytes that were listed: from their own whole samples and
     the staged pictures, and where those are gone by fetching the damaged samples' URLs anew."""
+    allow_private: bool = setting(False)
+    """Let a repair fetch from private, loopback and link-local addresses too, as in `ingest`."""

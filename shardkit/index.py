@@ -18,6 +18,7 @@ from shardkit.tar import Member
 SHARDS = "shards.json"
 SAMPLES = "samples.parquet"
 FORMAT = 1
+Bad = dict[str, str]  # one thing that `verify` found: shard, key, uid, reason
 
 
 def index_name(tar: str) -> str:

@@ -12,21 +12,22 @@ import json
 import logging
 import re
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from core import catalog
 from core.errors import ConfigError, InputError
 from core.plan import Unit
 from core.runner import run_units
-from core.schema import sample_schema
 from core.storage import Folder
 from core.work import fingerprint, open_stage, read_settings
 from shardkit.config import ShardConfig
 from shardkit.index import SAMPLES, SHARDS, Shard, ShardList, index_name, read_shard_list
 from shardkit.plan import PLANS, VIEWS, write_plans
-from shardkit.write import NOTE, PackShard, part_name
+from shardkit.write import NOTE, PackShard, join_parts, part_name
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -54,7 +55,7 @@ def run(config: ShardConfig) -> dict[str, Any]:
             catalog.require(connection, view)
     with open_stage(config, "shard", home="shards", inputs=inputs(folder)) as stage:
         if stage.finished is not None:
-            _tidy(folder)
+            tidy(folder)
             if _whole(folder, stage.finished):
                 log.info("shard: already done in %s", folder)
                 return stage.finished
@@ -67,7 +68,7 @@ def run(config: ShardConfig) -> dict[str, Any]:
         summary = _pack_all(folder, config)
         catalog.write(folder)
         stage.finish({**summary, "seconds": round(time.perf_counter() - started, 3)})
-        _tidy(folder)
+        tidy(folder)
     return {**summary, "seconds": round(time.perf_counter() - started, 3)}
 
 
@@ -90,8 +91,18 @@ def homes(kind: str, sizes: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def find_homes(folder: Folder) -> list[str]:
-    """Every set of shards that this stage has made in a work folder."""
-    return [home for home in ("shards", *_beside(folder)) if folder.exists(f"{home}/{SHARDS}")]
+    """Every set of shards that this stage has made in a work folder, also one whose list of shards has been lost."""
+    made = {home for home in ("shards", *_beside(folder)) if folder.exists(f"{home}/{SHARDS}")}
+    if folder.exists("shards/done.json"):
+        made |= {
+            home for home, figures in sets(json.loads(folder.read("shards/done.json"))).items() if figures["samples"]
+        }
+    return sorted(made, key=lambda home: (not home.startswith("shards"), home))
+
+
+def sets(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The figures of each set in this stage's summary, by folder."""
+    return {"shards": summary, "holdout": summary["holdout"], **summary.get("sets", {})}
 
 
 def _beside(folder: Folder) -> list[str]:
@@ -102,8 +113,7 @@ def _beside(folder: Folder) -> list[str]:
 
 def _whole(folder: Folder, summary: dict[str, Any]) -> bool:
     """Whether every file that a finished run published is still there."""
-    sets = {"shards": summary, "holdout": summary["holdout"], **summary.get("sets", {})}
-    for home in (home for home, figures in sets.items() if figures["samples"]):
+    for home in (home for home, figures in sets(summary).items() if figures["samples"]):
         if not folder.exists(f"{home}/{SHARDS}"):
             return False
         listed = read_shard_list(folder / home)
@@ -119,7 +129,7 @@ def render(summary: dict[str, Any]) -> RenderableType:
     from rich.table import Table
 
     table = Table("", "samples", "shards", "captions", "MB", "copied", "resized", "left out", box=None)
-    for home, one in {"shards": summary, "holdout": summary["holdout"], **summary.get("sets", {})}.items():
+    for home, one in sets(summary).items():
         if one["samples"]:
             figures = (one[k] for k in ("copied", "resized", "left_out"))
             head = (f"{one['samples']:,}", f"{one['shards']:,}", f"{one['captions']:,}", f"{one['bytes'] / 1e6:,.1f}")
@@ -145,7 +155,7 @@ def _check(config: ShardConfig) -> None:
         raise ConfigError(f"expected each --size once, found {list(config.size)}")
 
 
-def _tidy(folder: Folder) -> None:
+def tidy(folder: Folder) -> None:
     """Remove what only a continuation would need."""
     for name in (*PLANS.values(), *(f"{home}/parts" for home in ("shards", *_beside(folder)))):
         folder.remove(name)
@@ -201,14 +211,20 @@ def _files(places: tuple[str, ...], unit: Unit) -> set[str]:
 
 def describe(folder: Folder, home: str, units: list[Unit], config: ShardConfig) -> dict[str, Any]:
     """Join the parts into `samples.parquet`, list the shards, and sum up."""
-    notes, captions = [], 0
-    with folder.staged(f"{home}/{SAMPLES}") as path, pq.ParquetWriter(path, sample_schema()) as writer:
+    notes: list[dict[str, Any]] = []
+    captions = 0
+
+    def parts() -> Iterator[pa.Table]:
+        nonlocal captions
         for unit in units:
             with folder.open(part_name(home, unit)) as file:
                 table = pq.read_table(file)
             notes.append(json.loads(table.schema.metadata[NOTE]))
             captions += len(table["captions"].combine_chunks().flatten())
-            writer.write_table(table.replace_schema_metadata(None))
+            yield table
+
+    with folder.staged(f"{home}/{SAMPLES}") as path:
+        join_parts(parts(), path)
     shards = [Shard(**note["shard"]) for note in notes]
     ranks = _write_rank_lists(folder, home, shards, config.ranks) if home.startswith("shards") and config.ranks else []
     listed = ShardList(shards, config.fingerprint(), ranks, folder.sha256(f"{home}/{SAMPLES}"))

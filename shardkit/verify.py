@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -14,52 +15,60 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from core import images
-from core.errors import DataError, ImageError, InputError
+from core.errors import ConfigError, DataError, ImageError, InputError
 from core.plan import Unit
 from core.runner import run_units, tick
-from core.storage import Folder
+from core.storage import Folder, storage_errors
 from shardkit.config import VerifyConfig
-from shardkit.index import SAMPLES, SHARDS, Shard, index_name, read_dali_index, read_shard_list
+from shardkit.index import SAMPLES, SHARDS, Bad, Shard, ShardList, index_name, read_shard_list
+from shardkit.pack import find_homes
+from shardkit.repair import repair
 from shardkit.tar import Member, scan_file
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 log = logging.getLogger("pairmill.shardkit")
-Bad = dict[str, str]
 _COLUMNS = ["key", "uid", "captions", "jpg_offset", "jpg_size", "crc32"]
 
 
 def run(config: VerifyConfig) -> dict[str, Any]:
-    """Verify WORK/shards and WORK/holdout, or the folder asked for.
+    """Verify every set of the work folder, or the folder asked for; with `repair`, also write what is damaged again.
 
     Returns: samples, shards, bytes, bad (shard, key, uid, reason; key and uid are empty where the whole shard is meant),
-    deep, seconds, and exit_code 5 where something is bad.
+    deep, seconds, and exit_code 5 where something is bad; after a repair `bad` is what is left, `repaired` names the files
+    that were written, and `not_repaired` those that could not be, with the reason.
 
     Raises:
-        InputError: there are no shards.
+        InputError: there are no shards, or `repair` finds that the pairs have changed.
+        ConfigError: `repair` of a folder that is no set of the work folder.
+        StorageError: a folder cannot be read.
     """
     started = time.perf_counter()
+    if config.shards and config.repair:
+        raise ConfigError(
+            "--repair needs the pairs of a work folder; leave --shards out and name that folder with --work"
+        )
     work = Folder(config.work)
-    sets = {"shards": work / "shards", "holdout": work / "holdout"}
-    if config.shards:
-        sets = {config.shards: Folder(config.shards)}
-    else:
-        sets = {name: folder for name, folder in sets.items() if folder.exists(SHARDS)}
-    if not sets:
-        raise InputError(f"expected shards in {work / 'shards'}, found none; run `pairmill shard` first")
-    bad: list[Bad] = []
-    totals = {"samples": 0, "shards": 0, "bytes": 0}
-    for home, folder in sets.items():
-        listed = read_shard_list(folder)
-        for name, value in (("samples", listed.samples), ("shards", len(listed.shards)), ("bytes", listed.total_bytes)):
-            totals[name] += value
-        bad += sorted(_verify_set(folder, home, listed.shards, config), key=lambda b: (b["shard"], b["key"]))
+    with storage_errors(config.shards or str(work), "read"):
+        homes = [config.shards] if config.shards else find_homes(work)
+        if not homes:
+            raise InputError(f"expected shards in {work / 'shards'}, found none; run `pairmill shard` first")
+        found = {home: _verify_set(work / home, home, config) for home in homes}
+        mended: dict[str, Any] = {}
+        if config.repair:
+            mended = repair(
+                work, [one for result in found.values() for one in result.bad], allow_private=config.allow_private
+            )
+            changed = {name.partition("/")[0] for name in mended["repaired"]}
+            found |= {home: _verify_set(work / home, home, config) for home in changed}
+    bad = [one for result in found.values() for one in result.bad]
     for one in bad[:20]:
         log.warning("verify: %s %s: %s", one["shard"], one["key"], one["reason"])
+    totals = {name: sum(getattr(result, name) for result in found.values()) for name in ("samples", "shards", "bytes")}
     seconds = round(time.perf_counter() - started, 3)
     code = DataError.exit_code if bad else 0
-    return {**totals, "bad": bad, "deep": config.deep, "seconds": seconds, "exit_code": code}
+    return {**totals, "bad": bad, **mended, "deep": config.deep, "seconds": seconds, "exit_code": code}
 
 
 def render(summary: dict[str, Any]) -> RenderableType:
@@ -73,6 +82,8 @@ def render(summary: dict[str, Any]) -> RenderableType:
         + (f"[bold red]{len(bad):,} bad" if bad else "[bold green]all as listed"),
         title_justify="left",
     )
+    if summary.get("repaired"):
+        table.title = f"{table.title}[/], {len(summary['repaired']):,} files written again"
     if not bad:
         return table.title or ""
     for name in ("shard", "key", "uid", "reason"):
@@ -82,21 +93,51 @@ def render(summary: dict[str, Any]) -> RenderableType:
     return table
 
 
-def _verify_set(folder: Folder, home: str, shards: list[Shard], config: VerifyConfig) -> Iterator[Bad]:
+@dataclass
+class _Set:
+    """What was found of one set of shards."""
+
+    samples: int = 0
+    shards: int = 0
+    bytes: int = 0
+    bad: list[Bad] = dataclasses.field(default_factory=list)
+
+
+def _verify_set(folder: Folder, home: str, config: VerifyConfig) -> _Set:
+    if not folder.exists(SHARDS) and not config.shards:
+        return _Set(bad=[_bad(f"{home}/{SHARDS}", "is missing; run `pairmill shard` again")])
+    listed = read_shard_list(folder)
+    found = [*_beside(folder, listed)]
+    if folder.exists(SAMPLES):
+        units, start = [], 0
+        for i, shard in enumerate(listed.shards):
+            units.append(Unit(str(i), start, start + shard.samples))
+            start += shard.samples
+        running = run_units(
+            units, VerifyShard(folder, config.deep), done=lambda _: False, workers=config.workers, engine=config.engine,
+            label=f"verify ({home})", unit_of_progress="images",
+        )  # fmt: skip
+        found += [one for _, some in running for one in some]
+    found = [{**one, "shard": f"{home}/{one['shard']}"} for one in found]
+    found.sort(key=lambda one: (one["shard"], one["key"]))
+    return _Set(listed.samples, len(listed.shards), listed.total_bytes, found)
+
+
+def _beside(folder: Folder, listed: ShardList) -> Iterator[Bad]:
+    """What is wrong with the set's files as such: its table of samples, and tars that nobody listed."""
     if not folder.exists(SAMPLES):
-        yield _bad(f"{home}/{SAMPLES}", "is missing")
-        return
-    units, start = [], 0
-    for i, shard in enumerate(shards):
-        units.append(Unit(str(i), start, start + shard.samples))
-        start += shard.samples
-    task = VerifyShard(folder, config.deep)
-    running = run_units(
-        units, task, done=lambda _: False, workers=config.workers, engine=config.engine, label=f"verify ({home})",
-        unit_of_progress="images",
-    )  # fmt: skip
-    for _, found in running:
-        yield from ({**one, "shard": f"{home}/{one['shard']}"} for one in found)
+        yield _bad(SAMPLES, "is missing")
+    elif listed.samples_sha256 and folder.sha256(SAMPLES) != listed.samples_sha256:
+        yield _bad(SAMPLES, f"its sha256 is not the one in {SHARDS}: it is damaged or of another packing")
+    known = {shard.sha256: shard.name for shard in listed.shards}
+    for name in sorted(set(folder.list("*.tar")) - set(known.values())):
+        twin = known.get(folder.sha256(name))
+        yield _bad(
+            name,
+            f"is not listed, its contents are those of {twin}: rename or remove it"
+            if twin
+            else "is not listed, and loaders that take every tar would read it: move it elsewhere",
+        )
 
 
 def _bad(shard: str, reason: str, key: str = "", uid: str = "") -> Bad:
@@ -121,24 +162,29 @@ class VerifyShard:
         if not self.folder.exists(shard.name):
             return [_bad(shard.name, "is missing")]
         try:
+            return [*self._index(shard), *self._shard(shard, unit)]
+        except OSError as error:
+            return [_bad(shard.name, f"cannot be read: {error.strerror or error}")]
+
+    def _shard(self, shard: Shard, unit: Unit) -> list[Bad]:
+        try:
             rows = self._rows(shard)
         except (pa.ArrowException, OSError) as error:
             return [_bad(shard.name, f"its rows of {SAMPLES} cannot be read: {error}")]
-        found = [*self._index(shard, rows)]
+        digest = self.folder.sha256(shard.name)
+        changed = digest != shard.sha256
+        twin = next((s.name for s in _shards(self.folder.url) if s.sha256 == digest), None) if changed else None
+        if twin:
+            return [_bad(shard.name, f"holds what {twin} should hold: they were exchanged")]
+        found = []
         if len(rows) != shard.samples:
             found.append(_bad(shard.name, f"{SAMPLES} lists {len(rows)} samples, {SHARDS} {shard.samples}"))
-        size = self.folder.size(shard.name)
-        changed = size != shard.bytes or self.folder.sha256(shard.name) != shard.sha256
         if changed or self.deep:
             damage = [*self._samples(shard, rows, changed)]
             found += damage
             if changed and not damage:
-                found.append(
-                    _bad(
-                        shard.name,
-                        "its sha256 is not the listed one, though pictures and captions are whole: a header or KEY.json changed",
-                    )
-                )
+                reason = "its sha256 is not the listed one, though pictures and captions are whole: a header or KEY.json changed"
+                found.append(_bad(shard.name, reason))
         else:
             tick(unit.rows)
         return found
@@ -147,19 +193,12 @@ class VerifyShard:
         with self.folder.open(SAMPLES) as file:
             return pq.read_table(file, columns=_COLUMNS, filters=[("shard", "=", shard.name)]).to_pylist()
 
-    def _index(self, shard: Shard, rows: list[dict[str, Any]]) -> Iterator[Bad]:
+    def _index(self, shard: Shard) -> Iterator[Bad]:
         name = index_name(shard.name)
         if not self.folder.exists(name):
             yield _bad(name, "is missing")
-            return
-        try:
-            samples = read_dali_index(self.folder.read(name), name)
-        except DataError as error:
-            yield _bad(name, str(error))
-            return
-        wanted = [Member(f"{r['key']}.jpg", r["jpg_offset"], r["jpg_size"]) for r in rows]
-        if [members[0] for members in samples if members] != wanted:
-            yield _bad(name, f"does not list the samples of {SAMPLES}")
+        elif shard.index_sha256 and self.folder.sha256(name) != shard.index_sha256:
+            yield _bad(name, "its sha256 is not the listed one")
 
     def _samples(self, shard: Shard, rows: list[dict[str, Any]], changed: bool) -> Iterator[Bad]:
         """Damaged samples of one shard: pictures by their checksum, captions by the index, pixels by decoding."""

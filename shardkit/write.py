@@ -80,6 +80,13 @@ class PackShard:
                 pq.write_table(output.table(left_out), path)
 
 
+def join_parts(tables: Iterable[pa.Table], path: Path) -> None:
+    """Write the rows of all shards, in order, as `samples.parquet`: one row group a shard."""
+    with pq.ParquetWriter(path, sample_schema()) as writer:
+        for table in tables:
+            writer.write_table(table.replace_schema_metadata(None))
+
+
 def read_plan(folder: Folder, plan: str, unit: Unit) -> list[Row]:
     """The rows of one shard."""
     with folder.open(plan) as file:

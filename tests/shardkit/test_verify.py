@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
+import json
 import os
 import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from core.errors import InputError
+from core.errors import ConfigError, InputError, StorageError
 from shardkit.config import ShardConfig, VerifyConfig
 from shardkit.pack import run as pack
 from shardkit.verify import run
-from tests.shardkit.parts import World, jpeg, small_world
+from tests.shardkit.parts import World, contents, jpeg, small_world
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +100,7 @@ def test_a_cut_and_a_missing_shard_and_index(work: Path) -> None:
     reasons = {(b["shard"], b["key"]): b["reason"] for b in bad}
     assert reasons["shards/00001.tar", ""] == "is missing"
     assert reasons["holdout/00000.idx", ""] == "is missing"
-    assert reasons["shards/00002.idx", ""] == "does not list the samples of samples.parquet"
+    assert reasons["shards/00002.idx", ""] == "its sha256 is not the listed one"
     assert "is cut short" in reasons["shards/00000.tar", ""]
     lost = [b for b in bad if b["shard"] == "shards/00000.tar" and b["key"]]
     assert len(lost) >= 10 and first["key"] not in {b["key"] for b in lost}
@@ -130,7 +137,193 @@ def test_samples_that_cannot_be_read_are_bad_and_no_crash(work: Path, keep: int)
     path = work / "shards/samples.parquet"
     path.write_bytes(path.read_bytes()[:keep])
     found = verify(work)
-    assert found["exit_code"] == 5 and {one["shard"] for one in found["bad"]} == {
-        f"shards/{i:05d}.tar" for i in range(4)
+    shards = {f"shards/{i:05d}.tar" for i in range(4)}
+    assert found["exit_code"] == 5 and {one["shard"] for one in found["bad"]} == shards | {"shards/samples.parquet"}
+    assert all("samples.parquet" in one["shard"] + one["reason"] for one in found["bad"])
+
+
+# ---- files that are whole, and wrong ----------------------------------------------------------------------------------
+
+
+def reasons(found: dict[str, Any]) -> dict[str, str]:
+    assert len({one["shard"] for one in found["bad"]}) == len(found["bad"])
+    return {one["shard"]: one["reason"] for one in found["bad"]}
+
+
+def test_exchanged_renamed_and_foreign_tars_are_told_apart(work: Path) -> None:
+    shards = work / "shards"
+    shards.joinpath("00000.tar").rename(shards / "x")
+    shards.joinpath("00001.tar").rename(shards / "00000.tar")
+    shards.joinpath("x").rename(shards / "00001.tar")
+    shards.joinpath("00002.tar").rename(shards / "renamed.tar")
+    shards.joinpath("foreign.tar").write_bytes(bytes(10240))
+    assert reasons(verify(work)) == {
+        "shards/00000.tar": "holds what 00001.tar should hold: they were exchanged",
+        "shards/00001.tar": "holds what 00000.tar should hold: they were exchanged",
+        "shards/00002.tar": "is missing",
+        "shards/renamed.tar": "is not listed, its contents are those of 00002.tar: rename or remove it",
+        "shards/foreign.tar": "is not listed, and loaders that take every tar would read it: move it elsewhere",
     }
-    assert all("samples.parquet" in one["reason"] for one in found["bad"])
+
+
+def test_an_empty_tar_and_a_table_of_another_packing_are_noticed(work: Path) -> None:
+    shutil.copy(work / "holdout/samples.parquet", work / "shards/samples.parquet")
+    bad = {one["shard"] for one in verify(work)["bad"]}
+    assert {"shards/samples.parquet", "shards/00000.tar"} <= bad
+    (work / "holdout/00000.tar").write_bytes(b"")
+    assert any(one["shard"] == "holdout/00000.tar" and "cut short" in one["reason"] for one in verify(work)["bad"])
+
+
+def test_every_flipped_bit_of_any_file_is_noticed(work: Path) -> None:
+    for name in ("00001.tar", "00001.idx", "samples.parquet"):
+        path = work / "shards" / name
+        whole = path.read_bytes()
+        for at in range(7, len(whole), max(1, len(whole) // 7)):
+            overwrite(path, at, bytes([whole[at] ^ 16]))
+            assert verify(work)["exit_code"] == 5, (name, at)
+            path.write_bytes(whole)
+    assert verify(work)["bad"] == []
+
+
+def test_a_set_without_its_list_is_bad_and_not_overlooked(work: Path) -> None:
+    (work / "holdout/shards.json").unlink()
+    assert reasons(verify(work)) == {"holdout/shards.json": "is missing; run `pairmill shard` again"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
+def test_a_folder_that_may_not_be_read_is_a_sentence(work: Path) -> None:
+    (work / "shards").chmod(0)
+    try:
+        with pytest.raises(StorageError, match="cannot read"):
+            verify(work)
+    finally:
+        (work / "shards").chmod(0o755)
+
+
+def test_a_file_where_a_folder_belongs_is_a_sentence(work: Path) -> None:
+    with pytest.raises(InputError, match=r"expected shards\.json in"):
+        verify(work, shards=str(work / "pairmill.toml"))
+
+
+# ---- repair -----------------------------------------------------------------------------------------------------------
+
+
+def damage(work: Path) -> None:
+    """One damage of each kind: a picture, a caption, a header, a cut, lost and exchanged files, a foreign table."""
+    shards = work / "shards"
+    bad = row(work, 7)
+    overwrite(shards / bad["shard"], bad["jpg_offset"] + 100, b"\0\1\2")
+    overwrite(shards / "00000.tar", row(work, 3)["jpg_offset"] - 500, b"?")
+    os.truncate(shards / "00001.tar", 5000)
+    (shards / "00002.tar").unlink()
+    shutil.copy(shards / "00003.tar", shards / "00002.tar")
+    (shards / "00003.idx").unlink()
+    (work / "holdout/00000.tar").unlink()
+    overwrite(work / "holdout/samples.parquet", 50, b"?????")
+
+
+def test_repair_restores_every_byte(work: Path) -> None:
+    before = contents(work)
+    damage(work)
+    assert verify(work)["exit_code"] == 5
+    mended = verify(work, repair=True)
+    assert (mended["bad"], mended["not_repaired"], mended["exit_code"]) == ([], [], 0)
+    assert set(mended["repaired"]) == {
+        "shards/00000.tar", "shards/00001.tar", "shards/00002.tar", "shards/00003.idx", "holdout/00000.tar",
+        "holdout/samples.parquet",
+    }  # fmt: skip
+    assert {k: v for k, v in contents(work).items() if k != ".lock"} == {
+        k: v for k, v in before.items() if k != ".lock"
+    }
+    assert verify(work, repair=True)["repaired"] == []
+
+
+def test_a_shard_mends_itself_where_its_own_pictures_are_whole(work: Path) -> None:
+    before = contents(work / "shards")
+    for path in work.glob("ingest/parts/*.tar"):
+        path.unlink()
+    overwrite(work / "shards/00000.tar", row(work, 3)["jpg_offset"] - 500, b"?")  # a header
+    (work / "shards/00001.idx").unlink()
+    assert verify(work, repair=True)["bad"] == []
+    assert contents(work / "shards") == before
+
+
+def test_what_cannot_be_restored_is_left_alone_and_named(work: Path) -> None:
+    for path in work.glob("ingest/parts/*.tar"):
+        path.unlink()
+    bad = row(work, 7)
+    overwrite(work / "shards" / bad["shard"], bad["jpg_offset"] + 100, b"\0\1\2")
+    before = contents(work / "shards")
+    found = verify(work, repair=True)
+    assert found["exit_code"] == 5 and [one["key"] for one in found["bad"]] == [bad["key"]]
+    (failure,) = found["not_repaired"]
+    assert failure["shard"] == f"shards/{bad['shard']}" and bad["uid"] in failure["reason"]
+    assert contents(work / "shards") == before
+
+
+def test_repair_refuses_other_pairs_and_other_folders(work: Path) -> None:
+    (work / "shards/00000.idx").unlink()
+    with pytest.raises(ConfigError, match="leave --shards out"):
+        verify(work, repair=True, shards=str(work / "shards"))
+    part = work / "dedup/decisions.parquet"
+    pq.write_table(pq.read_table(part).slice(1), part)
+    with pytest.raises(InputError, match="made of other pairs or decisions"):
+        verify(work, repair=True)
+
+
+def test_damaged_samples_alone_are_fetched_again(tmp_path: Path) -> None:
+    served = tmp_path / "served"
+    served.mkdir()
+    for number in range(12):
+        (served / f"{number}.jpg").write_bytes(jpeg(number, 320, 240))
+    with counting_server(served) as (address, asked):
+        (tmp_path / "list.csv").write_text(
+            "url,caption\n" + "".join(f"{address}/{n}.jpg,picture number {n}\n" for n in range(12))
+        )
+        work = tmp_path / "work"
+        for command in (
+            ["ingest", str(tmp_path / "list.csv"), "--size", "64", "--no-lang"], ["dedup"], ["shard", "--size", "48"],
+        ):  # fmt: skip
+            pairmill(*command, "--work", str(work), "--workers", "1", *(["--allow-private"] * (command[0] == "ingest")))
+        before = contents(work / "shards")
+        for path in work.glob("ingest/parts/*.tar"):
+            path.unlink()
+        chosen = [row(work, 2), row(work, 5)]
+        for bad in chosen:
+            overwrite(work / "shards" / bad["shard"], bad["jpg_offset"] + 100, b"\0\1\2")
+        asked.clear()
+        found = json.loads(
+            pairmill("verify", "--repair", "--allow-private", "--json", "--work", str(work), "--workers", "1")
+        )
+    assert found["bad"] == [] and contents(work / "shards") == before
+    assert sorted(asked) == sorted(bad["url"].removeprefix(address) for bad in chosen)
+
+
+def pairmill(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "cli", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1] if done.stdout else ""
+
+
+@contextlib.contextmanager
+def counting_server(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """A web server of `folder`; yields its address and the paths it was asked for."""
+    asked: list[str] = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, directory=str(folder))
+
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            super().do_GET()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        finally:
+            server.shutdown()
