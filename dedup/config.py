@@ -51,8 +51,8 @@ class DedupConfig(StageConfig):
     where: str = setting("", stable=False)
     """SQL condition over `pairs` that a pair must meet, such as "width >= 200 AND lang = 'en'"."""
     preset: tuple[str, ...] = setting((), stable=False)
-    """Published filter rules to apply: align, cc12m, coyo, datacomp-basic, laion, or a .sql file of yours. May be given
-    more than once."""
+    """Published filter rules to apply: align, cc12m, coyo, datacomp-basic, datacomp-clip, laion, obelics, or a .sql
+    file of yours. May be given more than once."""
     holdout: str = setting("", stable=False)
     """SQL condition over `pairs` that marks the evaluation rows: always kept, never trained on, and training pairs with
     one of their pictures are dropped."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Mask = npt.NDArray[np.bool_]
 _RULE = re.compile(r"^--\s*rule\s+(?P<name>[\w-]+)\s*(?:\(if\s+(?P<column>\w+)\))?\s*:", re.MULTILINE)
+_POINTED = re.compile(r"(?P<head>LINE (?P<line>\d+): )(?P<text>.*)\n(?P<caret> *)\^")
 _MISSING = re.compile(r'[Cc]olumn "(?P<name>[^"]+)" not found')
 
 
@@ -96,15 +97,28 @@ def _check(connection: duckdb.DuckDBPyConnection, condition: Rule, known: list[s
 
     where = f"the preset's rule {condition.reason}" if ":" in condition.reason else f"--{condition.reason}"
     try:
-        connection.execute(f"EXPLAIN SELECT CAST(({condition.predicate}\n) AS BOOLEAN) FROM pairs").fetchall()
+        connection.execute(f"EXPLAIN SELECT CAST((\n{condition.predicate}\n) AS BOOLEAN) FROM pairs").fetchall()
     except duckdb.Error as error:
         missing = _MISSING.search(str(error))
         if missing and ":" in condition.reason:
             raise InputError(_missing_column(where, missing["name"], known)) from error
-        raise UsageError(f"{where} is not a condition over pairs; DuckDB says: {catalog.says(error)}") from error
+        raise UsageError(
+            f"{where} is not a condition over pairs; DuckDB says: {catalog.says(error)}{_place(str(error))}"
+        ) from error
+
+
+def _place(message: str) -> str:
+    """Where in the condition, which stands alone from the second line of what DuckDB was given, it stumbled."""
+    found = _POINTED.search(message)
+    if found is None:
+        return ""
+    line, text = int(found["line"]) - 1, found["text"][max(0, len(found["caret"]) - len(found["head"])) :]
+    return f"; in line {line} of it, at: {text.strip() or 'its end'}"
 
 
 def _missing_column(where: str, column: str, known: list[str]) -> str:
+    if column == "clip_score":
+        return f"{where} needs the column clip_score, which pairs lack; `pairmill score --checkpoint C` makes it"
     if column in {field.name for field in pair_fields()}:
         return f"{where} needs the column {column}, which these pairs lack; make them again with `pairmill ingest`"
     return (
@@ -115,7 +129,8 @@ def _missing_column(where: str, column: str, known: list[str]) -> str:
 
 def _empty_column(rule: Rule, known: list[str]) -> str:
     used = [name for name in known if re.search(rf"\b{re.escape(name)}\b", rule.predicate)]
-    hint = "; `pairmill ingest --lang` fills it" if "lang" in used else "; fill it or leave the preset out"
+    made_by = {"lang": "`pairmill ingest --lang` fills it", "clip_score": "`pairmill score --checkpoint C` fills it"}
+    hint = "; " + next((made_by[name] for name in used if name in made_by), "fill it or leave the preset out")
     return f"the preset's rule {rule.reason} reads {' and '.join(used)}, which is empty in every pair{hint}"
 
 

@@ -30,6 +30,7 @@ from dedup.sign import digests_of, sign, units_of
 
 if TYPE_CHECKING:
     import duckdb
+    from rich.console import RenderableType
 
     from dedup.filters import Verdicts
 
@@ -71,6 +72,13 @@ def run(config: DedupConfig) -> dict[str, Any]:
         finished = stage.finish(json.loads(json.dumps(summary)))
     catalog.write(folder)
     return finished
+
+
+def render(summary: dict[str, Any]) -> RenderableType:
+    """The summary as tables for a terminal."""
+    from dedup import show
+
+    return show.summary(summary)
 
 
 def _fingerprint(folder: Folder) -> str:
@@ -140,9 +148,7 @@ class _Decider:
         decisions = policy.Decisions.all_kept(len(pairs))
         rules = self._conditions(decisions, ~holdout, pairs, rows, verdicts, matches, groups)
         rank = policy.ranked(*(pairs.numbers(name).astype(np.int64) for name in ("pixels", "words")))
-        policy.resolve(
-            decisions, ~holdout, groups, rank, _rules(self.config), likeness.image, likeness.caption
-        )  # fmt: skip
+        policy.resolve(decisions, ~holdout, groups, rank, _rules(self.config), likeness.image, likeness.caption)
         if not self.config.dry_run:
             publish(self.folder, pairs, groups, decisions, holdout, likeness, matches)
         largest = _largest(self.connection, self.folder, self.parts, pairs, groups.caption)

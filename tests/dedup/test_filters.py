@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from core.errors import ConfigError, InputError, UsageError
 from dedup.filters import load_preset, preset_names
+from dedup.keep import render
 from tests.dedup.parts import decide, decisions, kept, pair, write_parts
 
 LONG = "a photograph of the old town hall on a sunny day in spring"
@@ -37,7 +40,7 @@ def test_what_a_filter_drops_stands_for_nothing(tmp_path: Path) -> None:
     assert kept(tmp_path) == {"b"}
 
 
-@pytest.mark.parametrize("name", ["align", "cc12m", "coyo", "datacomp-basic", "laion"])
+@pytest.mark.parametrize("name", ["align", "cc12m", "coyo", "datacomp-basic", "laion", "obelics"])
 def test_every_preset_keeps_a_good_pair_and_drops_a_bad_one(tmp_path: Path, name: str) -> None:
     bad = _row("bad", "x x x", lang="de", width=2000, height=100, bytes=900)
     write_parts(tmp_path, [_row("good"), bad])
@@ -160,3 +163,47 @@ def test_rules_of_the_same_name_all_count(tmp_path: Path) -> None:
     rules.write_text("-- rule size: large enough\nwidth > 400;\n-- rule size: small enough\nwidth < 800;\n")
     summary = decide(tmp_path, preset=(str(rules),))
     assert kept(tmp_path) == {"good"} and summary["dropped"] == {"mine:size": 2}
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("width > 3 AND heigth > 3", "in line 1 of it, at: heigth > 3"),
+        ("width > 3\n  AND (height >> ", "at: "),
+        ("width > 3\n AND nothing(height)", "in line 2 of it, at: nothing(height)"),
+    ],
+)
+def test_the_place_of_an_error_in_a_condition_is_named(tmp_path: Path, where: str, words: str) -> None:
+    write_parts(tmp_path, [_row("a")])
+    with pytest.raises(UsageError, match="DuckDB says") as caught:
+        decide(tmp_path, where=where)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_best_scores_of_a_column_that_score_makes(tmp_path: Path) -> None:
+    rows = [_row(f"p{i}") for i in range(10)]
+    write_parts(tmp_path, rows)
+    with pytest.raises(InputError, match=r"needs the column clip_score.*`pairmill score --checkpoint C`"):
+        decide(tmp_path, preset=("datacomp-clip",))
+    scores = {"unit": ["u000000"] * 10, "row": list(range(10)), "uid": [f"p{i}" for i in range(10)]}
+    (tmp_path / "scores").mkdir()
+    table = pa.table({**scores, "clip_score": pa.array([None, *(i / 10 for i in range(1, 10))], pa.float32())})
+    pq.write_table(table, tmp_path / "scores" / "u000000.parquet")
+    decide(tmp_path, preset=("datacomp-clip",), policy="image")
+    assert kept(tmp_path) == {"p7", "p8", "p9"}
+    decide(tmp_path, preset=("laion",), policy="image")
+    assert kept(tmp_path) == {"p3", "p4", "p5", "p6", "p7", "p8", "p9"}
+    pq.write_table(
+        table.set_column(3, "clip_score", pa.nulls(10, pa.float32())), tmp_path / "scores" / "u000000.parquet"
+    )
+    with pytest.raises(InputError, match="clip_score, which is empty in every pair; `pairmill score"):
+        decide(tmp_path, preset=("laion",), policy="image")
+
+
+def test_the_summary_is_a_table_with_every_rule(tmp_path: Path) -> None:
+    write_parts(tmp_path, [_row("a"), _row("b", "no", bytes=10), _row("c", "[red]odd[/red] words", bytes=10)])
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(render(decide(tmp_path, preset=("laion",), dry_run=True)))
+    text = capture.get()
+    assert "1 of 3 pairs stay" in text and "laion:characters" in text and "Expected recall" in text

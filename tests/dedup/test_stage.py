@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.errors import ConfigError, DataError, InputError
+from core.errors import ConfigError, DataError, InputError, UsageError, WorkFolderError
+from core.work import locked
 from dedup.config import DedupConfig
 from dedup.keep import run
 from tests.dedup.parts import decide, decisions, hashes_of, pair, picture, write_parts
@@ -201,3 +202,61 @@ def test_settings_out_of_range_are_refused(tmp_path: Path, flag: str, value: flo
     write_parts(tmp_path, _rows(5))
     with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')}"):
         run(DedupConfig(**{"work": str(tmp_path), flag: value}))
+
+
+def _stamps(work: Path) -> dict[str, tuple[int, int]]:
+    paths = [p for home in ("signatures", "sets") for p in (work / "dedup" / home).glob("*.parquet")]
+    return {f"{p.parent.name}/{p.name}": (p.stat().st_mtime_ns, p.stat().st_ino) for p in paths}
+
+
+def test_parts_that_come_later_are_added_and_the_old_ones_not_signed_again(tmp_path: Path) -> None:
+    rows, settings = _rows(300), {"policy": "either", "max_images_per_caption": 2}
+    write_parts(tmp_path / "grown", rows[:200], sizes=[100])
+    decide(tmp_path / "grown", **settings)
+    before = _stamps(tmp_path / "grown")
+    write_parts(tmp_path / "whole", rows, sizes=[100, 100])
+    decide(tmp_path / "whole", **settings)
+    parts = [path / "ingest" / "parts" for path in (tmp_path / "grown", tmp_path / "whole")]
+    shutil.copy(parts[1] / "u000002.parquet", parts[0])
+    assert decide(tmp_path / "grown", **settings)["pairs"] == 300
+    after = _stamps(tmp_path / "grown")
+    assert {name: after[name] for name in before} == before and len(after) == 6
+    assert decisions(tmp_path / "grown") == decisions(tmp_path / "whole")
+    # a part that changed is signed again, and one that went away is forgotten
+    write_parts(tmp_path / "other", [*rows[:50], *rows[200:250]])
+    shutil.copy(tmp_path / "other" / "ingest" / "parts" / "u000000.parquet", parts[0])
+    (parts[0] / "u000002.parquet").unlink()
+    assert decide(tmp_path / "grown", **settings)["pairs"] == 200
+    final = _stamps(tmp_path / "grown")
+    assert final["signatures/u000001.parquet"] == before["signatures/u000001.parquet"] and len(final) == 4
+    write_parts(tmp_path / "again", [*rows[:50], *rows[200:250], *rows[100:200]], sizes=[100])
+    decide(tmp_path / "again", **settings)
+    assert decisions(tmp_path / "grown") == decisions(tmp_path / "again")
+
+
+def test_decisions_of_another_input_do_not_outlive_it(tmp_path: Path) -> None:
+    write_parts(tmp_path, _rows(60))
+    decide(tmp_path)
+    write_parts(tmp_path, _rows(80))
+    with pytest.raises(UsageError):
+        decide(tmp_path, where="no such thing")
+    assert not (tmp_path / "dedup" / "decisions.parquet").exists()
+    assert not (tmp_path / "dedup" / "done.json").exists()
+
+
+def test_a_folder_in_use_is_said_so(tmp_path: Path) -> None:
+    write_parts(tmp_path, _rows(20))
+    with (
+        locked(tmp_path / ".lock", str(tmp_path), "--work"),
+        pytest.raises(WorkFolderError, match="in use by another run"),
+    ):
+        decide(tmp_path)
+    assert decide(tmp_path)["pairs"] == 20
+
+
+def test_ray_decides_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is an extra")
+    for engine in ("local", "ray"):
+        write_parts(tmp_path / engine, _rows(120), sizes=[50, 50])
+        run(DedupConfig(work=str(tmp_path / engine), engine=engine, workers=2, policy="either"))
+    assert decisions(tmp_path / "local") == decisions(tmp_path / "ray")
