@@ -6,14 +6,17 @@ audited at any stage, also while another stage is still filling it.
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core import catalog
-from core.errors import DataError, InputError
+from core.errors import InputError
 from core.storage import Folder
+from report import foreign
 from report.config import at_least
 
 if TYPE_CHECKING:
@@ -24,6 +27,11 @@ if TYPE_CHECKING:
 
 HOST = r"lower(regexp_extract(url, '^[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/?#@]*@)?(\[[^]]*\]|[^/?#:]+)', 1))"
 BINS = 28
+PICTURE_BYTES, PICTURES, LARGEST_CLUSTERS = 6_500_000, 6, 6  # of the HTML page; pictures of each reason
+PERIODS, SPANS = (
+    48,
+    (1, 10, 60, 600, 3600, 21600, 86400, 604800),
+)  # at most so many periods, of the first of these seconds
 QUANTILES = (0.005, 0.05, 0.5, 0.95, 0.995)
 # Words are counted on at most about this many captions: the list of frequent words is settled long before.
 WORD_CAPTIONS = 2_000_000
@@ -50,19 +58,44 @@ def run(config: AuditConfig) -> dict[str, Any]:
     at_least("--top", config.top, 1)
     folder = Folder(config.folder or config.work)
     connection = catalog.connect(folder)
-    if config.folder:
-        bare_views(connection, folder)
     with catalog.reading(folder):
+        if config.folder and not views(connection):
+            foreign.make_views(connection, folder)
         page = gather(connection, top=config.top)
     if not page:
         raise InputError(f"{folder} holds nothing to audit yet; run `pairmill ingest` or name a folder of shards")
-    page = {"folder": str(folder), **page, "seconds": round(time.perf_counter() - start, 3)}
+    page = {"folder": str(folder), **page, **conditions(folder)}
     if config.html:
-        from report import html
-
-        Folder(Path(config.html).parent).write(Path(config.html).name, html.render({"audit": page}).encode())
+        _write_html(connection, folder, page, Path(config.html))
         page["html"] = config.html
-    return page
+    return {**page, "seconds": round(time.perf_counter() - start, 3)}
+
+
+def _write_html(connection: duckdb.DuckDBPyConnection, folder: Folder, page: dict[str, Any], path: Path) -> None:
+    """The statistics with pictures: pairs that stay, pairs of each reason, and the largest clusters."""
+    from report import gallery, html
+
+    thumbnails = gallery.Thumbnails(folder, PICTURE_BYTES)
+    largest = page.get("clusters", {}).get("largest", [])[:LARGEST_CLUSTERS]
+    with catalog.reading(folder):
+        shown = {
+            "clusters": gallery.clusters(connection, thumbnails, largest, 2 * PICTURES),
+            "dropped": [
+                *gallery.kept(connection, thumbnails, 2 * PICTURES), *gallery.dropped(connection, thumbnails, PICTURES)
+            ],
+            "failures": gallery.failures(connection),
+        }  # fmt: skip
+    written = html.render({"audit": page, **shown}).encode("utf-8", "replace")  # captions may hold lone surrogates
+    Folder(path.parent).write(path.name, written)
+
+
+def conditions(folder: Folder) -> dict[str, Any]:
+    """What the last `dedup` said of its conditions and evaluation sets; nothing where it did not run or had none."""
+    try:
+        noted = json.loads(folder.read("dedup/done.json")) if folder.exists("dedup/done.json") else {}
+    except ValueError:
+        return {}
+    return {key: noted[key] for key in ("rules", "against") if isinstance(noted, dict) and noted.get(key)}
 
 
 def gather(connection: duckdb.DuckDBPyConnection, *, top: int = 20) -> dict[str, Any]:
@@ -85,56 +118,6 @@ def views(connection: duckdb.DuckDBPyConnection) -> set[str]:
     """Names of the views that have files."""
     rows = connection.execute("SELECT view_name FROM duckdb_views() WHERE NOT internal").fetchall()
     return {name for (name,) in rows}
-
-
-def bare_views(connection: duckdb.DuckDBPyConnection, folder: Folder) -> None:
-    """Make `samples` or `pairs` over a folder that is no work folder.
-
-    Raises:
-        InputError: neither samples.parquet nor img2dataset's Parquet files are there.
-    """
-    if folder.exists("samples.parquet"):
-        _make_view(connection, "VIEW samples", folder, "samples.parquet")
-        return
-    if not folder.list("*.parquet"):
-        if views(connection):
-            return
-        raise InputError(
-            f"expected samples.parquet or img2dataset's .parquet files in {folder}, found neither; to look at foreign "
-            "tars, run `pairmill adopt` on the folder first"
-        )
-    _make_view(connection, "TEMP VIEW foreign_rows", folder, "*.parquet")
-    connection.execute(
-        f"CREATE OR REPLACE VIEW pairs AS SELECT {_img2dataset_columns(connection, folder)} FROM foreign_rows"
-    )
-
-
-def _make_view(connection: duckdb.DuckDBPyConnection, view: str, folder: Folder, pattern: str) -> None:
-    import duckdb
-
-    source = catalog.literal(folder, pattern)
-    try:
-        connection.execute(f"CREATE OR REPLACE {view} AS SELECT * FROM read_parquet({source}, union_by_name=true)")
-    except duckdb.Error as error:
-        raise DataError(f"{folder} holds no whole {pattern}; DuckDB says: {catalog.says(error)}") from error
-
-
-def _img2dataset_columns(connection: duckdb.DuckDBPyConnection, folder: Folder) -> str:
-    known = catalog.columns(connection, "foreign_rows")
-    if "url" not in known or "status" not in known:
-        raise InputError(f"expected img2dataset's columns url and status in {folder}, found {', '.join(known)}")
-    outcome = "CASE WHEN status = 'success' THEN 'ok' ELSE coalesce(left(error_message, 40), status) END"
-    wanted = {
-        "url": "url",
-        "caption": "caption",
-        "outcome": outcome if "error_message" in known else "if(status = 'success', 'ok', status)",
-        "width": "original_width" if "original_width" in known else "width",
-        "height": "original_height" if "original_height" in known else "height",
-    }
-    return ", ".join(
-        f"{expression} AS {name}" if name in ("url", "outcome") or expression in known else f"NULL AS {name}"
-        for name, expression in wanted.items()
-    )
 
 
 def funnel(connection: duckdb.DuckDBPyConnection) -> dict[str, int]:
@@ -189,6 +172,8 @@ def pair_sections(connection: duckdb.DuckDBPyConnection, top: int) -> dict[str, 
                 f"SELECT coalesce({column}, 'unknown') AS name, count(*) AS rows, {size} AS bytes {ok} "
                 f"GROUP BY 1 ORDER BY rows DESC, name LIMIT {top}",
             )
+    if "fetched_at" in known:
+        sections["over_time"] = over_time(connection)
     sections["histograms"] = histograms(connection, known)
     sections["captions"] = _records(
         connection,
@@ -197,6 +182,22 @@ def pair_sections(connection: duckdb.DuckDBPyConnection, top: int) -> dict[str, 
     )
     sections["words"] = words(connection, sections["pairs"]["ok"], top)
     return sections
+
+
+def over_time(connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
+    """Attempts in periods of equal length, {seconds, periods: [{from (UTC), rows, ok, bytes}]}; empty where none is dated."""
+    first, last = _one(connection, "SELECT min(epoch(fetched_at)), max(epoch(fetched_at)) FROM pairs")
+    if first is None:
+        return {}
+    seconds = next((s for s in SPANS if (last - first) / s < PERIODS), math.ceil((last - first) / PERIODS))
+    rows = _records(
+        connection,
+        f"""SELECT floor(epoch(fetched_at) / {seconds})::BIGINT * {seconds} AS start, count(*) AS rows,
+        count(*) FILTER (outcome = 'ok') AS ok, coalesce(sum(bytes), 0)::BIGINT AS bytes
+        FROM pairs WHERE fetched_at IS NOT NULL GROUP BY 1 ORDER BY 1""",
+    )
+    periods = [{"from": f"{datetime.fromtimestamp(row.pop('start'), UTC):%Y-%m-%d %H:%M:%S}", **row} for row in rows]
+    return {"seconds": seconds, "periods": periods}
 
 
 def histograms(connection: duckdb.DuckDBPyConnection, known: set[str]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ class AuditConfig(StageConfig):
     """Dataset statistics of a work folder, or of a bare folder of shards."""
 
     folder: str = setting("", argument=True)
-    """A bare folder to look at instead of the work folder: shards with their samples.parquet, or what img2dataset
-    wrote (its .parquet files are read, not its tars)."""
+    """A bare folder to look at instead of the work folder: shards with their samples.parquet, what img2dataset wrote (its
+    .parquet files are read), or any webdataset tars."""
     html: str = setting("", stable=False)
     """Also write the statistics as one offline HTML page to this file."""
     top: int = setting(20)
@@ -45,7 +45,8 @@ class BrowseConfig(StageConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SqlConfig(StageConfig):
-    """Run one query over the catalogue: pairs, signatures, clusters, decisions, samples, holdout, steps, evals."""
+    """Run one query over the catalogue: pairs, signatures, clusters, decisions, against, samples, holdout,
+    steps, evals."""
 
     query: str = setting(argument=True)
     """The query, in DuckDB's SQL. It reads only: the views are made in memory, over the files of the work folder."""

@@ -8,6 +8,7 @@ import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from core import catalog
 from core.storage import Folder
 from report.audit import _records, views
 
@@ -18,6 +19,7 @@ log = logging.getLogger("pairmill.report")
 SIDE = 168  # twice the size at which the page shows them, for sharp phones
 QUALITY = 68
 CAPTION_CHARS = 240
+UNDECIDED = "SELECT true AS kept, NULL AS reason, NULL AS survivor, NULL AS evidence, NULL AS similarity"
 
 
 class Thumbnails:
@@ -64,6 +66,21 @@ class Thumbnails:
             return None
         self.left -= len(url)
         return url
+
+
+def kept(connection: duckdb.DuckDBPyConnection, thumbnails: Thumbnails, count: int) -> list[dict[str, Any]]:
+    """A random sample of the pairs that stay, in the form of `dropped`; of all fetched ones before dedup ran.
+
+    Empty where no picture is at hand. Which pairs are shown depends on their uids only.
+    """
+    have = views(connection)
+    if "pairs" not in have or not {"uid", "tar"} <= set(catalog.columns(connection, "pairs")):
+        return []
+    source = "decisions WHERE kept" if "decisions" in have else "pairs WHERE outcome = 'ok' AND tar IS NOT NULL"
+    (found,) = _records(connection, f"SELECT count(*) AS rows, arg_min(uid, hash(uid), {count}) AS uids FROM {source}")
+    details = _details(connection, found["uids"] or [])
+    pairs = [{**_shown(details[uid], thumbnails), "survivor": None} for uid in found["uids"] or [] if uid in details]
+    return [{"reason": "kept", "rows": found["rows"], "pairs": pairs}] if pairs else []
 
 
 def dropped(connection: duckdb.DuckDBPyConnection, thumbnails: Thumbnails, each: int) -> list[dict[str, Any]]:
@@ -131,15 +148,16 @@ def failures(connection: duckdb.DuckDBPyConnection, each: int = 3) -> list[dict[
 
 
 def _details(connection: duckdb.DuckDBPyConnection, uids: list[str]) -> dict[str, dict[str, Any]]:
-    """Pair and decision of each uid that has both."""
+    """Pair and decision of each uid."""
     if not uids:
         return {}
+    decided = "LEFT JOIN decisions d USING (uid)" if "decisions" in views(connection) else f"CROSS JOIN ({UNDECIDED}) d"
     cursor = connection.execute(
-        """SELECT uid, any_value(p.caption) AS caption, any_value(p.url) AS url, any_value(p.tar) AS tar,
+        f"""SELECT uid, any_value(p.caption) AS caption, any_value(p.url) AS url, any_value(p.tar) AS tar,
         any_value(p.tar_offset) AS tar_offset, any_value(p.tar_size) AS tar_size, any_value(p.width) AS width,
         any_value(p.height) AS height, any_value(d.kept) AS kept, any_value(d.reason) AS reason,
         any_value(d.survivor) AS survivor, any_value(d.evidence) AS evidence, any_value(d.similarity) AS similarity
-        FROM pairs p JOIN decisions d USING (uid)
+        FROM pairs p {decided}
         WHERE uid IN (SELECT unnest(?)) AND p.outcome = 'ok' GROUP BY uid""",
         [uids],
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 from report import charts
@@ -17,6 +18,8 @@ REASONS = {
     "caption_cap": "one caption too many of its picture",
     "holdout": "picture is held out for evaluation",
     "where": "the run's own rule (--where)",
+    "balance": "says what many others say (--balance)",
+    "kept": "a random sample of what stays",
 }
 MEASURES = {
     "width": "Width as received",
@@ -105,6 +108,8 @@ def _gallery(report: dict[str, Any]) -> Child:
 
 def _rule(name: str) -> str:
     preset, colon, rule = name.partition(":")
+    if preset == "against" and colon:
+        return f"picture or caption of the evaluation set {rule}"
     return f"rule {rule} of the preset {preset}" if colon else ""
 
 
@@ -187,6 +192,7 @@ def data(audit: dict[str, Any]) -> Child:
             total = audit.get("pairs", {}).get("rows" if key == "hosts" else "ok", 0)
             rows = [{**row, "tip": _tip(row)} for row in audit[key][:10]]
             figures.append(charts.bars(heading, rows, note=_others(audit[key], total), total=total))
+    figures += _over_time_of_fetching(audit.get("over_time", {}))
     for view, heading in (("samples", "Captions of a training sample"), ("holdout", "Captions of a held-out sample")):
         counts = audit.get(view, {}).get("captions_a_sample", [])
         if len(counts) > 1:
@@ -199,6 +205,19 @@ def data(audit: dict[str, Any]) -> Child:
     if not figures:
         return None
     return [tag("div", figures, class_="grid"), _words(audit)]
+
+
+def _over_time_of_fetching(found: dict[str, Any]) -> list[Markup]:
+    """Share of attempts that succeeded, by minutes since the first."""
+    periods = found.get("periods", [])
+    if len(periods) < 2:
+        return []
+    starts = [datetime.fromisoformat(row["from"]) for row in periods]
+    minutes = [(start - starts[0]).total_seconds() / 60 for start in starts]
+    shares: list[float | None] = [row["ok"] / row["rows"] for row in periods]
+    note = f"by minutes since {periods[0]['from']} UTC"
+    series: list[charts.Series] = [("fetched", "a", shares)]
+    return [charts.lines("Success over time", minutes, series, y=percent, zero=True, note=note, x_name="minute")]
 
 
 def _tip(row: dict[str, Any]) -> str:

@@ -35,6 +35,12 @@ def audit(page: dict[str, Any]) -> RenderableType:
                        ("formats", "Formats"), ("languages", "Languages")):  # fmt: skip
         if page.get(key):
             parts.append(_counted(title, page[key]))
+    if page.get("rules"):
+        parts.append(_rules(page["rules"]))
+    if page.get("against"):
+        parts.append(_against(page["against"]))
+    if page.get("over_time"):
+        parts.append(_over_time(page["over_time"]))
     if page.get("histograms"):
         parts.append(_measures(page["histograms"]))
     if page.get("captions"):
@@ -97,6 +103,32 @@ def _counted(title: str, records: list[dict[str, Any]], *, name: str = "name") -
         cells = [_cell(key, record[key]) for key in extra]
         table.add_row(Text(str(record[name] or "unknown").replace("\n", " ")), f"{record['rows']:,}", *cells)
     return table
+
+
+def _rules(rules: list[dict[str, Any]]) -> Table:
+    table = _table("Conditions", "", "fail it", "dropped by it")
+    for rule in rules:
+        table.add_row(Text(rule["rule"]), f"{rule['alone']:,}", f"{rule['in_sequence']:,}")
+    return table
+
+
+def _against(sets: list[dict[str, Any]]) -> Table:
+    table = _table("Evaluation sets", "", "items", "in the data", "pairs", "removed", "known by")
+    for found in sets:
+        by = ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in found["evidence"].items())
+        figures = [f"{found[key]:,}" for key in ("items", "items_matched", "matched", "removed")]
+        table.add_row(Text(found["set"]), *figures, by)
+    return table
+
+
+def _over_time(found: dict[str, Any]) -> Text:
+    periods = found["periods"]
+    shares = [row["ok"] / row["rows"] for row in periods]
+    line = "".join(" ▁▂▃▄▅▆▇█"[-(-8 * round(100 * s) // 100)] for s in shares)
+    words = f"{line}  from {periods[0]['from']} UTC, {len(periods)} periods of {found['seconds']:,} s, "
+    return Text("Success over time: ", style="bold").append(
+        f"{words}{min(shares):.0%} to {max(shares):.0%}", style="not bold"
+    )
 
 
 def _cell(key: str, value: Any) -> str:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import io
 import json
 import math
+import tarfile
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +15,11 @@ import pytest
 from rich.console import Console
 
 from core import catalog, schema
-from core.errors import InputError
+from core.errors import DataError, InputError
 from core.storage import Folder
 from report import audit
 from report.config import AuditConfig
-from tests.report.folder import FAILED, HOSTILE, PAIRS, make_work
+from tests.report.folder import FAILED, HOSTILE, PAIRS, make_work, picture
 
 
 def page_of(work: Path) -> dict:
@@ -117,7 +120,7 @@ def test_what_img2dataset_wrote(tmp_path: Path) -> None:
 def test_nothing_to_look_at(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="pairmill ingest"):
         page_of(tmp_path)
-    with pytest.raises(InputError, match=r"samples.parquet"):
+    with pytest.raises(InputError, match=r"samples.parquet, img2dataset.*or .tar shards"):
         audit.run(AuditConfig(folder=str(tmp_path)))
 
 
@@ -175,3 +178,70 @@ def test_quantiles_are_exact_and_do_not_depend_on_threads(tmp_path: Path) -> Non
     wanted = [int(ordered[math.ceil(q * n) - 1]) for q in (0.05, 0.5, 0.95)]
     assert [found[k] for k in ("min", "p05", "p50", "p95", "max")] == [ordered[0], *wanted, ordered[-1]]
     assert sum(b["rows"] for b in found["bins"]) == n
+
+
+def _write_tars(folder: Path) -> None:
+    """Two samples with notes, one without, one without a picture, one of a damaged picture."""
+    files = {
+        "a.jpg": picture(1), "a.json": b'{"url": "http://h.example/a", "width": 640, "height": 480, "captions": ["x", "y"]}',
+        "b.png": picture(2), "b.txt": b"a red ball", "c.txt": b"no picture", "d.jpg": b"GIF89a", "d.txt": b"broken",
+    }  # fmt: skip
+    with tarfile.open(folder / "00000.tar", "w") as tar:
+        for name, body in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(body)
+            tar.addfile(info, io.BytesIO(body))
+
+
+def test_any_webdataset_tars(tmp_path: Path) -> None:
+    _write_tars(tmp_path)
+    page = audit.run(AuditConfig(folder=str(tmp_path), html=str(tmp_path / "audit.html")))
+    assert {row["name"]: row["rows"] for row in page["outcomes"]} == {"ok": 3, "not_image": 1, "corrupt": 1}
+    assert {row["name"]: row["rows"] for row in page["formats"]} == {"jpeg": 3}
+    assert page["histograms"]["width"]["max"] == 640 and page["histograms"]["width"]["min"] == 100
+    assert page["pairs"]["bytes"] > len(picture(1)) + len(picture(2))
+    assert {row["name"] for row in page["hosts"]} >= {"h.example"}
+    assert Path(page["html"]).read_text().count("data:image/jpeg") == 3
+    (tmp_path / "00001.tar").write_bytes((tmp_path / "00000.tar").read_bytes()[:1200])
+    with pytest.raises(DataError, match=r"00001\.tar"):
+        audit.run(AuditConfig(folder=str(tmp_path)))
+
+
+def test_success_over_time(tmp_path: Path) -> None:
+    parts = tmp_path / "ingest" / "parts"
+    parts.mkdir(parents=True)
+    begin = datetime(2026, 3, 1, 12, tzinfo=UTC)
+    rows = [
+        {"uid": f"{i}", "unit": "u", "row": i, "url": "http://x/", "outcome": "ok" if i % 4 or i < 600 else "timeout",
+         "bytes": 10, "fetched_at": begin + timedelta(seconds=i)}
+        for i in range(1200)
+    ]  # fmt: skip
+    rows.append({"uid": "never", "unit": "u", "row": 1200, "outcome": "empty_caption"})
+    pq.write_table(pa.Table.from_pylist(rows, schema.pair_schema()), parts / "u000000.parquet")
+    page = page_of(tmp_path)
+    found = page["over_time"]
+    assert found["seconds"] == 60 and len(found["periods"]) == 20
+    assert found["periods"][0] == {"from": "2026-03-01 12:00:00", "rows": 60, "ok": 60, "bytes": 600}
+    assert [row["ok"] for row in found["periods"][10:]] == [45] * 10
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(audit.render(page))
+    assert "75% to 100%" in capture.get()
+
+
+def test_what_each_condition_dropped_and_pictures_in_html(tmp_path: Path) -> None:
+    work = make_work(tmp_path / "work", upto="dedup")
+    done = json.loads((work / "dedup" / "done.json").read_text())
+    rules = [{"rule": "align:aspect", "alone": 5, "in_sequence": 4}]
+    sets = [{"set": "coco", "items": 9, "items_matched": 1, "matched": 2, "removed": 2, "evidence": {"image_hash": 2}}]
+    (work / "dedup" / "done.json").write_text(json.dumps({**done, "rules": rules, "against": sets}))
+    page = audit.run(AuditConfig(work=str(work), html=str(tmp_path / "audit.html")))
+    assert page["rules"] == rules and page["against"] == sets
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(audit.render(page))
+    assert "align:aspect" in capture.get() and "coco" in capture.get()
+    text = (tmp_path / "audit.html").read_text()
+    assert (
+        text.count("data:image/jpeg") > 20 and 'data-reason="kept"' in text and 'data-reason="image_duplicate"' in text
+    )

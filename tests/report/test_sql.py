@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,14 @@ def test_values_of_every_type_become_json(work: Path) -> None:
     'ab'::BLOB AS e, 'nan'::DOUBLE AS f, uuid() AS g, NULL AS h, interval 1 hour AS i"""
     (row,) = ask(work, query)["rows"]
     assert json.loads(json.dumps(row))[:6] == [1.5, "2026-01-02T03:04:05", [1, None], {"k": "v"}, "6162", None]
+
+
+def test_every_query_of_the_guide_runs(work: Path) -> None:
+    guide = Path(__file__).parents[2] / "docs" / "guide" / "audit.md"
+    queries = re.findall(r"```sql\n(.*?)\n```", guide.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(queries) == 10
+    for query in queries:
+        assert ask(work, query)["columns"], query
 
 
 def test_the_limit_is_said(work: Path) -> None:
