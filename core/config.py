@@ -30,6 +30,7 @@ def setting(
     flags: str = "",
     stable: bool = True,
     choices: tuple[str, ...] = (),
+    also: tuple[str, ...] = (),
 ) -> Any:
     """A config field with more to say than its type and default.
 
@@ -38,9 +39,10 @@ def setting(
         flags: the option's spelling where it is not the field's name with dashes.
         stable: whether another value makes other results; `work`, `workers` and the like do not, so a finished stage
             may be continued with another value.
+        also: further spellings on the command line, such as another program's.
         choices: the only values, where a subclass has others (the type of a field that none overrides is a Literal).
     """
-    metadata = {"argument": argument, "flags": flags, "stable": stable, "choices": choices}
+    metadata = {"argument": argument, "flags": flags, "stable": stable, "choices": choices, "also": also}
     return dataclasses.field(default=default, kw_only=True, metadata=metadata)
 
 
@@ -114,7 +116,9 @@ def as_parameters(cls: Any) -> list[inspect.Parameter]:
             info = typer.Argument(help=docs[field.name], show_default=not required)
         else:
             panel = "Common to all verbs" if field.name in common else None
-            info = typer.Option(flag_name(field), help=docs[field.name], rich_help_panel=panel)
+            info = typer.Option(
+                flag_name(field), *field.metadata.get("also", ()), help=docs[field.name], rich_help_panel=panel
+            )
         if typing.get_origin(hint) is tuple:
             hint = list[typing.get_args(hint)[0]]  # type: ignore[misc]
         default = inspect.Parameter.empty if required else field.default

@@ -15,8 +15,14 @@ _PLAIN = re.compile(r"[!-%'-~](?: ?[!-%'-~])*")
 _UNWANTED = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufeff\u202a-\u202e\u2066-\u2069]")
 
 
+LONGEST = 10_000  # characters of a caption that are kept; whole pages end up in alt texts, models read some hundred
+JUDGED = 1000  # characters that a language is told by
+
+
 def clean(raw: str) -> str:
-    """`raw` with entities resolved (twice, since feeds escape twice), mojibake undone and white space collapsed."""
+    """`raw` with entities resolved (twice, since feeds escape twice), mojibake undone and white space collapsed; what lies
+    beyond its first 10,000 characters is cut off."""
+    raw = raw[:LONGEST]
     if _PLAIN.fullmatch(raw):
         return raw
     import ftfy
@@ -32,7 +38,7 @@ def languages(captions: Iterable[str]) -> list[str | None]:
     The model (langid by Lui and Baldwin, 97 languages) ships in py3langid: 56 microseconds a caption of ten words.
     """
     identify = _identifier().classify
-    return [identify(c)[0] if any(map(str.isalpha, c)) else None for c in captions]
+    return [identify(c[:JUDGED])[0] if any(map(str.isalpha, c[:JUDGED])) else None for c in captions]
 
 
 @functools.cache

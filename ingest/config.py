@@ -18,28 +18,29 @@ class IngestConfig(StageConfig):
     and its shards are adopted (needs the extra of that name)."""
     urls: str = setting(argument=True, stable=False)
     """The list: a parquet, csv, tsv, json, jsonl or txt file, also .gz or .zst, a glob, or an fsspec URL (s3://...)."""
-    url_col: str = "url"
+    url_col: str = setting("url", also=("--url_col",))
     """Column with the image URL; a number counts columns from 0 in a list without a header."""
-    caption_col: str = "caption"
-    """Column with the alt text; a number counts columns from 0 in a list without a header. A txt list has none."""
+    caption_col: str = setting("caption", also=("--caption_col",))
+    """Column with the alt text; a number counts columns from 0 in a list without a header. A txt list has none; an empty
+    name stands for a list of another form that has none either."""
     allow_empty: bool = False
     """Download pictures whose caption is empty too; they are of use where captions come later. Always so for txt."""
     lang: bool = setting(True, flags="--lang/--no-lang")
     """Identify each caption's language (60 microseconds a caption); needed by filters on `lang`."""
-    size: int = 256
+    size: int = setting(256, also=("--image_size",))
     """Shorter side of the stored image, in pixels. Slightly above the training resolution leaves room for random crops.
     Smaller pictures are never enlarged."""
     resize: Literal["short", "square"] = "short"
     """`short` keeps the aspect ratio; `square` cuts the centre out."""
-    quality: int = 90
+    quality: int = setting(90, also=("--encode_quality",))
     """JPEG quality of the stored image, 1 to 100. 95 is half as large again, for pictures that are compressed again."""
     keep_original: bool = False
     """Store each file as it came, checked but not re-encoded; five to fifty times the space."""
-    min_side: int = 32
+    min_side: int = setting(32, also=("--min_image_size",))
     """Refuse pictures whose shorter side is below this many pixels (icons, tracking pixels); 0 takes all."""
-    max_aspect: float = 8.0
+    max_aspect: float = setting(8.0, also=("--max_aspect_ratio",))
     """Refuse pictures whose longer side is more than this many times the shorter (banners, rules); 0 takes all."""
-    concurrency: int = setting(64, stable=False)
+    concurrency: int = setting(64, stable=False, also=("--thread_count",))
     """Downloads at once in one worker process. More helps when hosts are slow, until memory or bandwidth is full."""
     per_host: int = setting(8, stable=False)
     """Downloads at once from one host, over all workers of this machine (each gets its share, one at least). Politeness:
@@ -66,8 +67,8 @@ class IngestConfig(StageConfig):
     min_success: float = setting(0.0, stable=False)
     """Stop the run when after 1,000 rows a smaller share than this has succeeded, so that a broken network or a blocked
     address does not eat the whole list; 0 never stops. 0.3 suits lists of some age."""
-    unit_urls: int = 1000
-    """Distinct URLs a unit. A unit is one tar and one Parquet part; what a killed run loses is a few units a worker."""
+    unit_urls: int = setting(1000, also=("--number_sample_per_shard",))
+    """Distinct URLs a unit. A unit is one tar and one Parquet part; a killed run goes on in the middle of one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,12 @@
 
 Text forms (csv, tsv, json, jsonl, txt) come as columns of text, types being settled later over the whole list; parquet
 keeps its types as far as they are simple. Bytes that are not UTF-8 are replaced, never fatal; a line that is no row is
-counted in `refused`.
+counted in `refused`. Compression and UTF-16 are told by the bytes, too.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import gzip
@@ -29,14 +30,24 @@ FORMATS = ("parquet", "csv", "tsv", "json", "jsonl", "txt")
 _ALIASES = {"pq": "parquet", "ndjson": "jsonl", "tab": "tsv", "lst": "txt", "list": "txt"}
 BATCH_ROWS = 20_000
 _SNIFF_BYTES = 1 << 20
+_NESTED = 3  # compressed files within compressed files, at most
+# BOMs, the longer ones first because UTF-32's begins with UTF-16's
+_WIDE = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+_FOREIGN = {b"PAR1": "parquet", b"PK\x03\x04": "a zip archive (or a spreadsheet)", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
 
 @dataclass
 class ListSource:
     """A list about to be read. `url`, `caption`, `uid` are names of its columns; caption and uid may be missing.
 
-    `text` says that all columns are text. `refused` counts lines that are no rows, known once all is read. Names of the
-    columns are unique and not empty, whatever the list calls them.
+    `text` says that all columns are text. `refused` counts lines that are no rows, `first_refused` says what is wrong with
+    the first of them; both are known once all is read. Names of the columns are unique and not empty, whatever the list
+    calls them.
     """
 
     files: list[str]
@@ -45,6 +56,7 @@ class ListSource:
     uid: str | None = None
     text: bool = True
     refused: int = 0
+    first_refused: str = ""
     _batches: Iterator[pa.RecordBatch] = field(default_factory=lambda: iter(()))
 
     def start(self) -> tuple[pa.RecordBatch, Iterator[pa.RecordBatch]]:
@@ -58,9 +70,14 @@ class ListSource:
             raise InputError(f"expected a list of URLs in {self.files[0]}, found no row in it")
         return first, itertools.chain([first], self._batches)
 
+    def refuse(self, why: str, count: int = 1) -> None:
+        """Count lines that are no rows."""
+        self.refused += count
+        self.first_refused = self.first_refused or why
+
 
 def open_list(files: list[str], url_col: str, caption_col: str) -> ListSource:
-    """Open `files`, all of one form, and find the columns.
+    """Open `files`, all of one form, and find the columns; an empty `caption_col` stands for a list without captions.
 
     Raises:
         InputError: an unknown form, a missing column (those found are named), or a file that cannot be read.
@@ -77,7 +94,7 @@ def open_list(files: list[str], url_col: str, caption_col: str) -> ListSource:
     names = _column_names(form, files[0], positions)
     labels = _labels(names)
     source = ListSource(files, _find(url_col, labels, files[0], "--url-col"), None, text=form != "parquet")
-    source.caption = _find(caption_col, labels, files[0], "--caption-col")
+    source.caption = _find(caption_col, labels, files[0], "--caption-col") if caption_col else None
     source.uid = next((n for n in labels if n.lower() == "uid" and n not in (source.url, source.caption)), None)
     source._batches = _labelled(_in_order(source, form, names, positions), labels)
     return source
@@ -117,7 +134,7 @@ def _labelled(batches: Iterator[list[pa.Array]], labels: list[str]) -> Iterator[
 
 
 def _form(name: str) -> str:
-    stem = re.sub(r"\.(gz|zst|zstd)$", "", name.lower())
+    stem = re.sub(r"(\.(gz|zst|zstd))+$", "", name.lower())
     ending = stem.rsplit("/", 1)[-1].rpartition(".")[2]
     form = _ALIASES.get(ending, ending)
     if form not in FORMATS:
@@ -134,28 +151,68 @@ def _find(wanted: str, names: list[str], where: str, flag: str) -> str:
         return same[0]
     if wanted.isdigit() and int(wanted) < len(names):
         return names[int(wanted)]
-    found = ", ".join(map(repr, names[:40]))
-    raise InputError(
-        f"{where} has no column {wanted!r}; it has {found}: {nearest(wanted, names)} (say which with {flag})"
-    )
+    found = ", ".join(repr(n[:60]) for n in names[:40])
+    hint = "say which with " + flag
+    if any(re.match(r"(https?:)?//", n) for n in names):
+        hint = f"a list without a header goes by column numbers from 0, as in {flag} 0"
+    elif flag == "--caption-col":
+        hint += ", or '' where there are no captions"
+    raise InputError(f"{where} has no column {wanted!r}; it has {found}: {nearest(wanted, names)} ({hint})")
 
 
 @contextlib.contextmanager
 def _opened(name: str) -> Iterator[IO[bytes]]:
-    """The file's bytes, decompressed by its ending."""
-    with Folder("/").open(name) as raw:
-        if name.lower().endswith(".gz"):
-            with gzip.open(raw) as stream:
-                yield cast("IO[bytes]", stream)
-        elif name.lower().endswith((".zst", ".zstd")):
-            import pyarrow as pa
+    """The text of a file as UTF-8: decompressed by its ending and by what it holds.
 
-            # Arrow's, because that of the package zstandard takes a file cut short for a whole one
-            frames = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
-            with io.BufferedReader(cast("io.RawIOBase", frames)) as stream:
-                yield cast("IO[bytes]", stream)
-        else:
-            yield raw
+    Raises:
+        InputError: it is no text at all.
+    """
+    wraps = re.search(r"(?:\.(?:gz|zst|zstd))*$", name.lower())
+    endings = wraps[0].split(".")[:0:-1] if wraps else []  # the outermost first
+    with contextlib.ExitStack() as stack:
+        stream = _buffered(stack, stack.enter_context(Folder("/").open(name)))
+        for number in range(_NESTED + len(endings)):
+            head = stream.peek(8)[:8]
+            if head.startswith(b"\x1f\x8b") or endings[number : number + 1] == ["gz"]:
+                stream = _buffered(stack, cast("IO[bytes]", gzip.GzipFile(fileobj=stream, mode="rb")))
+            elif head.startswith(b"\x28\xb5\x2f\xfd") or number < len(endings):
+                import pyarrow as pa
+
+                # Arrow's, because that of the package zstandard takes a file cut short for a whole one
+                stream = _buffered(stack, pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), "zstd"))
+            else:
+                break
+        if what := next((what for mark, what in _FOREIGN.items() if head.startswith(mark)), None):
+            raise InputError(
+                f"expected text in {name}, found {what}; unpack it, or give it the ending that it should have"
+            )
+        if encoding := next((wide for bom, wide in _WIDE.items() if head.startswith(bom)), None):
+            stream = _buffered(stack, cast("IO[bytes]", _Utf8(stream, encoding)))
+        yield cast("IO[bytes]", stream)
+
+
+def _buffered(stack: contextlib.ExitStack, stream: Any) -> io.BufferedReader:
+    return stack.enter_context(io.BufferedReader(stream, 1 << 16))
+
+
+class _Utf8(io.RawIOBase):
+    """A text in another encoding, as UTF-8; Windows writes UTF-16."""
+
+    def __init__(self, stream: io.BufferedReader, encoding: str) -> None:
+        self._stream, self._ready = stream, b""
+        self._decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        block = b"any"
+        while not self._ready and block:
+            block = self._stream.read(1 << 16)
+            self._ready = self._decoder.decode(block, final=not block).encode()
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
 
 
 @contextlib.contextmanager
@@ -236,8 +293,8 @@ def _txt(source: ListSource) -> Iterator[pa.RecordBatch]:
 
     for name in source.files:
         with _readable(name), _opened(name) as file:
-            lines = (_text(line).strip().removeprefix("\ufeff") for line in file)
-            urls = (line for line in lines if line)
+            lines = io.TextIOWrapper(file, "utf-8", errors="replace")  # which also knows the line ends of old Macs
+            urls = (url for line in lines if (url := line.removeprefix("\ufeff").strip()))
             while chunk := list(itertools.islice(urls, BATCH_ROWS)):
                 yield pa.record_batch({"url": pa.array(chunk, pa.string())})
 
@@ -246,8 +303,12 @@ def _txt(source: ListSource) -> Iterator[pa.RecordBatch]:
 
 
 def _dialect(form: str, head: str) -> dict[str, Any]:
-    if form == "csv":
-        return {"delimiter": ",", "quotechar": '"', "doublequote": True}
+    """How `head` is to be cut into fields. Where the first line has not one of the form's own delimiters, it is that of
+    another one: spreadsheets of half of Europe write semicolons into .csv."""
+    line = next((line for line in head.splitlines() if line.strip()), "")
+    delimiter = next((d for d in (",\t;|" if form == "csv" else "\t,;|") if d in line), "," if form == "csv" else "\t")
+    if delimiter != "\t":
+        return {"delimiter": delimiter, "quotechar": '"', "doublequote": True}
     return {"delimiter": "\t", **({"quotechar": '"'} if _is_quoted(head) else {"quoting": csv.QUOTE_NONE})}
 
 
@@ -290,8 +351,11 @@ def _delimited(form: str, name: str, names: list[str], positions: bool, source: 
     columns = [str(i) for i in range(len(names))]
     quote: Any = dialect.get("quotechar", False)
 
-    def refuse(_: Any) -> str:
-        source.refused += 1
+    def refuse(row: Any) -> str:
+        text = " ".join((row.text or "").split())
+        source.refuse(
+            f"row {row.number} of {name} has {row.actual_columns} fields, not {row.expected_columns}: {text[:80]!r}"
+        )
         return "skip"
 
     with _opened(name) as file:
@@ -344,7 +408,8 @@ def _json(form: str, name: str, names: list[str], source: ListSource) -> Iterato
     records = _records(form, name)
     while chunk := list(itertools.islice(records, BATCH_ROWS)):
         rows = [r for r in chunk if r is not None]
-        source.refused += len(chunk) - len(rows)
+        if len(rows) < len(chunk):
+            source.refuse(f"not every record of {name} is an object", len(chunk) - len(rows))
         if rows:
             yield [pa.array([_plain(r.get(n)) for r in rows], pa.string()) for n in names]
 

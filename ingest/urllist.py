@@ -30,6 +30,7 @@ PLAN = "ingest/plan.parquet"
 PLAN_COLUMNS = ("row", "uid", "url", "caption_raw")
 _CAPTIONS = b"pairmill.captions"
 MEMORY_GB = 2.0  # for DuckDB's sort; beyond that it spills
+_WEB = r"^\s*(https?:)?//[^/?#\s]"
 UID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what may name a file; other ids of the source are carried and hashed
 # DuckDB type -> the words that it holds without loss. Leading zeros and many digits mean an identifier, not a number.
 _FORMS = {
@@ -61,12 +62,34 @@ def write_plan(config: IngestConfig, folder: Folder) -> None:
             _load(connection, source, guess_types=False)
         rows, distinct = connection.execute("SELECT count(*), approx_count_distinct(url) FROM list").fetchall()[0]
         if source.refused:
-            log.warning("%d lines of the list are not rows of it and were left out", source.refused)
+            log.warning(
+                "%d lines of the list are not rows of it and were left out; the first: %s",
+                source.refused, source.first_refused,
+            )  # fmt: skip
         if not rows:
             raise InputError(f"expected a list of URLs at {config.urls}, found no row in it")
         units = max(1, -(-distinct // config.unit_urls))
-        log.info("%s: %d rows, about %d URLs, in %d units", config.urls, rows, distinct, units)
+        log.info("%s: %s rows, about %s URLs, in %s units", config.urls, f"{rows:,}", f"{distinct:,}", f"{units:,}")
+        for words in _account(connection, captions=source.caption is not None and not config.allow_empty):
+            log.warning("%s", words)
         _publish(connection, folder, units, {_CAPTIONS: b"yes" if source.caption else b"no"})
+
+
+def _account(connection: duckdb.DuckDBPyConnection, *, captions: bool) -> list[str]:
+    """What will not be fetched, told before the first download: a wrong column shows here."""
+    no_url, other, example, no_caption = connection.execute(f"""
+        SELECT count(*) FILTER (blank), count(*) FILTER (NOT blank AND NOT web),
+               min_by(url, row) FILTER (NOT blank AND NOT web), count(*) FILTER (NOT blank AND web AND silent)
+        FROM (SELECT row, url, trim(coalesce(url, '')) = '' AS blank, regexp_matches(coalesce(url, ''), '{_WEB}', 'i') AS web,
+                     trim(coalesce(caption_raw, '')) = '' AS silent FROM list)""").fetchall()[0]
+    words = []
+    if no_url:
+        words.append(f"{no_url:,} rows have no URL and will be `bad_url`")
+    if other:
+        words.append(f"{other:,} rows have no http(s) URL and will be `bad_url`; the first: {example[:100]!r}")
+    if captions and no_caption:
+        words.append(f"{no_caption:,} rows have no caption and will be `empty_caption` (--allow-empty fetches them)")
+    return words
 
 
 def plan_rows(folder: Folder) -> list[int]:
@@ -146,7 +169,7 @@ def _own_names(schema: pa.Schema, source: listfiles.ListSource) -> dict[str, str
     """Column of the source -> its name in the pairs; names that collide with ours get a prefix."""
     from core.schema import pair_fields
 
-    taken = {f.name for f in pair_fields()} | set(PLAN_COLUMNS)
+    taken = {f.name for f in pair_fields()} | {*PLAN_COLUMNS, "source_uid", "repeat"}  # the last two are the plan's own
     names: dict[str, str] = {}
     for name in schema.names:
         if name in (source.url, source.caption, source.uid) or name.startswith("__index_level_"):

@@ -35,3 +35,10 @@ def test_languages() -> None:
         "un chien court sur la plage avec une balle rouge", "一只狗在海滩上奔跑", "", "12 345 !?",
     ]  # fmt: skip
     assert languages(captions) == ["en", "de", "fr", "zh", None, None]
+
+
+def test_a_whole_page_as_a_caption_is_cut_and_costs_little() -> None:
+    page = "caf\u00c3\u00a9 &amp;amp; " * 60_000
+    text = clean(page)
+    assert text.startswith("café & café &") and len(text) <= 10_000
+    assert languages(["x" * 2_000_000]) != []

@@ -300,6 +300,153 @@ def test_lone_surrogates_of_json_do_no_harm(tmp_path: Path) -> None:
     assert plan(tmp_path, path)["caption_raw"].to_pylist() == ["half a pair: ?"]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-8-sig"])
+@pytest.mark.parametrize("form", ["csv", "tsv", "jsonl", "json", "txt.gz"])
+def test_what_windows_writes_is_read(tmp_path: Path, encoding: str, form: str) -> None:
+    text = {
+        "csv": 'url,caption\r\nhttp://a.test/ü,"so, 日本"\r\n', "tsv": "url\tcaption\r\nhttp://a.test/ü\tso, 日本\r\n",
+        "jsonl": '{"url": "http://a.test/ü", "caption": "so, 日本"}\r\n', "txt.gz": "http://a.test/ü\r\n\r\n",
+        "json": '[{"url": "http://a.test/ü", "caption": "so, 日本"}]',
+    }[form]  # fmt: skip
+    data = text.encode(encoding)
+    if encoding.endswith(("-le", "-be")):
+        data = "\ufeff".encode(encoding) + data
+    (tmp_path / f"list.{form}").write_bytes(gzip.compress(data) if form.endswith("gz") else data)
+    row = plan(tmp_path, tmp_path / f"list.{form}").to_pylist()[0]
+    assert row["url"] == "http://a.test/ü" and row["caption_raw"] in ("so, 日本", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [
+        ("list.csv", gzip.compress), ("list.csv.gz", lambda d: gzip.compress(gzip.compress(d))),
+        ("list.csv.gz.gz", lambda d: gzip.compress(gzip.compress(d))), ("my.gz.csv", bytes),
+        ("list.csv.gz.zst", lambda d: pa.Codec("zstd").compress(gzip.compress(d), asbytes=True)),
+        ("LIST.CSV.GZ", gzip.compress), ("list.tsv", bytes), ("list.csv", lambda d: d.replace(b",", b";")),
+        ("list.csv", lambda d: d.replace(b",", b"\t")), ("list.csv", lambda d: d.replace(b"\n", b"\r")),
+        ("list.csv", lambda d: b"\n\n" + d.replace(b"\n", b"\n\n")), ("list.csv", lambda d: d.removesuffix(b"\n")),
+        ("list.csv.gz", lambda d: gzip.compress(d[:20]) + gzip.compress(d[20:])),
+    ],
+)  # fmt: skip
+def test_wrong_names_and_wrappings_are_seen_through(tmp_path: Path, name: str, wrap: Any) -> None:
+    (tmp_path / name).write_bytes(wrap(b"url,caption\nhttp://a.test/1,one\nhttp://a.test/2,two\n"))
+    rows = plan(tmp_path, tmp_path / name).to_pylist()
+    assert [(r["url"], r["caption_raw"]) for r in rows] == [("http://a.test/1", "one"), ("http://a.test/2", "two")]
+
+
+def test_fields_hold_what_they_like(tmp_path: Path) -> None:
+    captions = ["nul \0 byte", "x" * 1_000_000, "tab\tand\r\nnew line", '"', "", " ", "\ufeff", "é" * 70_000, "\u202e"]
+    rows = [{"url": f"http://a.test/\0{i}\t", "caption": caption} for i, caption in enumerate(captions)]
+    table = plan(tmp_path, write_csv(tmp_path / "list.csv", rows))
+    assert table["caption_raw"].to_pylist() == captions
+    assert table["url"].to_pylist() == [row["url"] for row in rows]
+
+
+def test_records_of_mixed_kinds(tmp_path: Path) -> None:
+    lines = [
+        '{"url": 7, "caption": ["a", "b"]}', '{"url": null, "caption": {"en": "x"}, "more": 1}', '{"caption": true}', "",
+        '{"url": "http://a.test/1", "url": "http://a.test/2", "caption": NaN}', "null", "[]", '"http://a.test"', "{",
+        '{"url": ["http://a.test/3"], "caption": 12345678901234567890123}', '{"URL": "http://a.test/4"}', "[" * 100_000,
+    ]  # fmt: skip
+    (tmp_path / "list.jsonl").write_text("\n".join(lines))
+    table = plan(tmp_path, tmp_path / "list.jsonl")
+    assert table["url"].to_pylist() == ["7", None, None, "http://a.test/2", '["http://a.test/3"]', None]
+    assert table["caption_raw"].to_pylist() == [
+        '["a", "b"]',
+        '{"en": "x"}',
+        "true",
+        "NaN",
+        "12345678901234567890123",
+        None,
+    ]
+
+
+def test_parquet_of_every_kind(tmp_path: Path) -> None:
+    n = 3
+    urls = [f"http://a.test/{i}" for i in range(n)]
+    table = pa.table(
+        {
+            "url": pa.array(urls).dictionary_encode(), "caption": pa.array([b"one", b"\xff", None], pa.binary()),
+            "nothing": pa.nulls(n), "list": pa.array([[1], [], None]), "nested": pa.array([{"a": {"b": [1]}}, None, {}]),
+            "map": pa.array([[("k", 1)], [], None], pa.map_(pa.string(), pa.int64())),
+            "big": pa.array([2**64 - 1, 0, None], pa.uint64()), "half": pa.array([0.5, None, 1.0], pa.float16()),
+            "when": pa.array([0, 1, None], pa.timestamp("ns", "Europe/Berlin")), "time": pa.array([1, 2, None], pa.time64("us")),
+            "span": pa.array([1, 2, None], pa.duration("s")), "day": pa.array([1, 2, None], pa.date32()),
+            "price": pa.array(["1.50", None, "2.25"]).cast(pa.decimal128(10, 2)), "large": pa.array(urls, pa.large_string()),
+            "view": pa.array(urls, pa.string_view()), "fixed": pa.array([b"ab", b"cd", None], pa.binary(2)),
+            "kind": pa.array(["x", None, "x"]).dictionary_encode(), "true": pa.array([True, False, None]),
+        }
+    )  # fmt: skip
+    pq.write_table(table, tmp_path / "list.parquet")
+    found = plan(tmp_path, tmp_path / "list.parquet")
+    assert found["url"].to_pylist() == urls and found["caption_raw"].to_pylist() == ["one", "\ufffd", None]
+    assert found["big"].to_pylist() == [2**64 - 1, 0, None] and found["price"].to_pylist() == [1.5, None, 2.25]
+    assert found["nested"].to_pylist()[0] == '{"a": {"b": [1]}}' and found["kind"].to_pylist() == ["x", None, "x"]
+    assert set(table.schema.names) - {"caption"} <= set(found.schema.names)
+
+
+def test_names_of_the_plans_own_columns_are_no_harm(tmp_path: Path) -> None:
+    names = [
+        "repeat",
+        "source_uid",
+        "unit",
+        "row",
+        "outcome",
+        "select",
+        'quo"te',
+        "sp ace",
+        "UID",
+        "uid",
+        "url ",
+        "c0",
+        "c1",
+    ]
+    rows = [{"url": "http://a.test/1", "caption": "x", **{name: f"is {name}" for name in names}}]
+    found = plan(tmp_path, write_csv(tmp_path / "list.csv", rows)).to_pylist()[0]
+    assert {f"is {name}" for name in names} - set(found.values()) == {"is UID"}  # which names the row
+    assert found["url"] == "http://a.test/1" and found["row"] == 0
+
+
+def test_empty_files_among_others_and_one_huge_row_group(tmp_path: Path) -> None:
+    table = pa.table({"url": [f"http://a.test/{i % 150_000}" for i in range(200_000)], "caption": ["x"] * 200_000})
+    pq.write_table(table.slice(0, 0), tmp_path / "0.parquet")
+    pq.write_table(table, tmp_path / "1.parquet", row_group_size=200_000)
+    pq.write_table(table.slice(0, 0), tmp_path / "2.parquet")
+    folder = Folder(tmp_path / "work")
+    write_plan(IngestConfig(urls=str(tmp_path / "*.parquet"), unit_urls=50_000), folder)
+    assert sum(plan_rows(folder)) == 200_000 and len(plan_rows(folder)) in (3, 4)
+
+
+def test_a_list_without_captions(tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text("url\nhttp://a.test/1\n")
+    table = plan(tmp_path, tmp_path / "list.csv", caption_col="")
+    assert table["caption_raw"].to_pylist() == [None] and not has_captions(table.schema)
+
+
+def test_what_will_not_be_fetched_is_told_beforehand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    urls = [
+        "http://a.test/1",
+        "//a.test/2",
+        " HTTPS://a.test",
+        "",
+        "  ",
+        "data:image/gif;base64,R0",
+        "/3.jpg",
+        "http://",
+    ]
+    rows = [{"url": url, "caption": "" if i == 1 else "x"} for i, url in enumerate(urls)]
+    path = write_csv(tmp_path / "list.csv", rows)
+    path.write_text(path.read_text() + "too,many,fields\n")
+    caplog.set_level("INFO")
+    plan(tmp_path, path)
+    for words in (
+        "1 lines of the list are not rows of it and were left out; the first: row", "3 fields, not 2: 'too,many,fields'",
+        "2 rows have no URL", "3 rows have no http(s) URL and will be `bad_url`; the first: 'data:image",
+        "1 rows have no caption",
+    ):  # fmt: skip
+        assert words in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -313,6 +460,14 @@ def test_lone_surrogates_of_json_do_no_harm(tmp_path: Path) -> None:
         ("list.json", b"[{]", "cannot be read as its ending says"),
         ("list.json", b'{"images": []}', "expected a list of records"),
         ("list.xlsx", b"", "expected a list ending in"),
+        ("list.csv", b"http://a.test/1,a dog\n", "goes by column numbers from 0, as in --url-col 0"),
+        ("list.csv", b"url\nhttp://a.test/1\n", "or '' where there are no captions"),
+        ("list.csv", b"PK\x03\x04 and so on", "found a zip archive"),
+        ("list.csv", b"PAR1 and so on", "found parquet"),
+        ("list.jsonl.gz", gzip.compress(b'{"url": "x", "caption": "y"}')[:-9], "cannot be read as its ending says"),
+        ("list.csv", b"\xff\xfe", "empty file"),
+        ("list.csv", b"\0" * 100, "has no column 'url'"),
+        ("listing", b"url,caption\n", "expected a list ending in"),
     ],
 )
 def test_bad_lists_get_one_sentence(tmp_path: Path, name: str, content: bytes, words: str) -> None:
@@ -337,7 +492,21 @@ def test_a_list_that_is_not_there(tmp_path: Path) -> None:
         ("shopify_apparel.csv", "Image Src", "Image Alt Text", 22), ("web_alt/*.csv.gz", "url", "alt", 38_000),
     ],
 )  # fmt: skip
-def test_real_lists_are_planned_whole(tmp_path: Path, name: str, url_col: str, caption_col: str, rows: int) -> None:
+def test_real_lists_are_planned_whole(
+    tmp_path: Path, name: str, url_col: str, caption_col: str, rows: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     table = plan(tmp_path, Path(REAL) / "urllists" / name, url_col=url_col, caption_col=caption_col)
     assert table.num_rows == rows
     assert len(set(table["uid"].to_pylist())) == rows
+    blank = sum(not (url or "").strip() for url in table["url"].to_pylist())
+    assert (f"{blank:,} rows have no URL" in caplog.text) == bool(blank)
+    assert "rows have no http(s) URL" in caplog.text or "web_alt" not in name
+
+
+@pytest.mark.realdata
+@pytest.mark.skipif(not REAL, reason="PAIRMILL_REAL_DATA is not set")
+def test_no_real_list_is_left_out() -> None:
+    known = {"README.md", "laion_10000.parquet", "laion_10000_urls_only.txt", "cc3m_validation.tsv", "web_alt"}
+    known |= {"tate_artworks_20000.csv", "shopify_apparel.csv"}
+    assert {path.name for path in (Path(REAL) / "urllists").iterdir()} <= known
