@@ -6,6 +6,7 @@ there is skipped by name. The thresholds say when a part is likely to hold a run
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import io
 import logging
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("pairmill.doctor")
 
 SLOW_DECODE = 400.0  # 256-px images a second and core; a core of 2020 does 1,000
+SLOW_GPU_DECODE = 3000.0  # 256-px images a second; an A100's nvJPEG does about 7,000
+SLOW_WAIT = 0.05  # share of a step
 SLOW_DISK = 100.0  # MB/s; a hard disk's sequential rate
 SLOW_SHARE = 0.5  # of a GPU's published matrix peak
 OPEN_FILES = 1024
@@ -65,6 +68,8 @@ def run(config: DoctorConfig) -> dict[str, Any]:
         ("disk", lambda: disk(config.work, config.disk_mb)),
         ("open files", open_files),
         ("loss on ranks", loss_on_ranks),
+        ("gpu decode", lambda: gpu_decode(config.seconds)),
+        ("100 steps", lambda: first_steps("ViT-B-32", 256, 100, "cuda")),
     )
     found = [_guarded(name, check) for name, check in checks]
     wrong = any(check.state == "wrong" for check in found)
@@ -238,6 +243,69 @@ def jpeg_decode(seconds: float) -> Check:
     return Check("jpeg decode", "ok", found)
 
 
+def gpu_decode(seconds: float) -> Check:
+    """DALI's whole graph on the GPU: 256-px pictures to 224 px."""
+    import torch
+
+    from core import images
+    from train.decode_cpu import Picture, middle_view
+    from train.decode_dali import DaliDecoder, dali_installed
+
+    if not torch.cuda.is_available():
+        return Check("gpu decode", "skipped", "no GPU")
+    if not dali_installed():
+        return Check("gpu decode", "skipped", "DALI is not installed")
+    body, batch = _photograph(), 256
+    header = images.read_header(body)
+    pictures = [Picture(body, header, middle_view(header.width, header.height))] * batch
+    decoder = DaliDecoder(224, cores(), batch, torch.device("cuda"))
+    try:
+        rate = batch * _rate(lambda: (decoder.decode(pictures), torch.cuda.synchronize()), seconds)
+    finally:
+        decoder.close()
+    found = f"{rate:,.0f} images/s (256 to 224 pixels)"
+    if rate < SLOW_GPU_DECODE:
+        return Check(
+            "gpu decode", "slow", found, "compare with --decode cpu; `pairmill diagnose` says which one the run needs"
+        )
+    return Check("gpu decode", "ok", found)
+
+
+def first_steps(model: str, batch: int, steps: int, device: str) -> Check:
+    """A real run of some steps on made-up pictures: its rate, and where a step's time went."""
+    import torch
+
+    from train.config import TrainConfig
+    from train.run import run as train
+
+    if device == "cuda" and not torch.cuda.is_available():
+        return Check(f"{steps} steps", "skipped", "no GPU")
+    with tempfile.TemporaryDirectory(prefix="pairmill-doctor-") as work:
+        _made_up_shards(Path(work) / "shards", max(512, 2 * batch))
+        found = train(
+            TrainConfig(work=work, model=model, batch_size=batch, steps=steps, device=device, ranks=1, val="none")
+        )
+    wait = found["wait_share"] or 0.0
+    words = f"{model}, batch {batch}: {found['pairs_per_s'] or 0:,.0f} pairs/s, {wait:.1%} of a step waiting"
+    if found["mfu"]:
+        words += f", {found['mfu']:.0%} MFU"
+    if wait > SLOW_WAIT:
+        return Check(f"{steps} steps", "slow", words, "`pairmill diagnose` on your own shards says what to change")
+    return Check(f"{steps} steps", "ok", words)
+
+
+def _made_up_shards(folder: Path, count: int) -> None:
+    import tarfile
+
+    folder.mkdir()
+    with tarfile.open(folder / "00000.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+        for i in range(count):
+            for extension, body in (("jpg", _photograph(i % 16)), ("txt", f"a soft shape, number {i}".encode())):
+                member = tarfile.TarInfo(f"{i:06d}.{extension}")
+                member.size = len(body)
+                tar.addfile(member, io.BytesIO(body))
+
+
 def disk(work: str, megabytes: int) -> Check:
     """Write a file in the work folder and read it back past the page cache."""
     folder = Folder(work)
@@ -320,12 +388,13 @@ def _pixel_difference(decoder: Any) -> float:
     return float((theirs.cpu().float() - ours.float()).abs().mean())
 
 
-def _photograph() -> bytes:
+@functools.cache
+def _photograph(seed: int = 0) -> bytes:
     """A 256 x 256 JPEG with the roughness of a photograph (noise over soft shapes), the same every time."""
     import numpy as np
     from PIL import Image
 
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
     soft = Image.fromarray(draw.integers(0, 256, (16, 16, 3), dtype=np.uint8)).resize(
         (256, 256), Image.Resampling.BICUBIC
     )

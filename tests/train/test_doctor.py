@@ -22,7 +22,7 @@ def test_every_part_has_its_line(summary: dict) -> None:
     names = [check["name"] for check in summary["checks"]]
     assert names == [
         "python", "torch", "matrix products", "cuda", "nccl", "dali", "pillow", "jpeg decode", "tokenizer", "disk",
-        "open files", "loss on ranks",
+        "open files", "loss on ranks", "gpu decode", "100 steps",
     ]  # fmt: skip
     assert {check["state"] for check in summary["checks"]} <= {"ok", "slow", "skipped"}
     assert all(check["found"] for check in summary["checks"])
@@ -40,6 +40,20 @@ def test_a_loss_that_is_off_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (1e-3, float("nan")):
         monkeypatch.setattr(doctor, "_spawned_loss_error", lambda *_, error=error: error)
         assert doctor.loss_on_ranks().state == "wrong"
+
+
+def test_some_real_steps_are_told_with_their_waits() -> None:
+    found = doctor.first_steps("test-32", 16, 6, "cpu")
+    assert found.state in ("ok", "slow") and "pairs/s" in found.found and "of a step waiting" in found.found
+
+
+def test_what_needs_a_gpu_is_skipped_by_name(summary: dict) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    skipped = {check["name"] for check in summary["checks"] if check["state"] == "skipped"}
+    assert {"cuda", "nccl", "gpu decode", "100 steps"} <= skipped
 
 
 def test_a_check_that_breaks_is_a_finding() -> None:
