@@ -1,20 +1,26 @@
-"""Near-duplicate captions: speed, recall and precision against an exact oracle, and datasketch beside it.
+"""Near-duplicate captions: speed, recall and precision against an exact oracle, datasketch and rensa beside it; memory and
+time up to ten million.
 
 Method: captions of 5 to 20 words drawn from a Zipf-like vocabulary of 50,000; 30 % are earlier captions with one or two
-words changed, dropped or added. `pairmill dedup --captions` runs on them in one process and one thread, in CPU seconds from the
-file to the decisions, imports left out. The oracle joins all captions through their rare words (prefix filter) and
-compares word sets. datasketch (MinHash.bulk, 128 permutations, MinHashLSH at 0.8) gets a tenth of the captions and only
-does what it does: signatures, inserts, queries; its tables are then smaller than ours, in its favour.
+words changed, dropped or added. `pairmill dedup --captions` runs on them in one process and one thread, in CPU seconds from
+the file to the decisions, imports left out. The oracle joins all captions through their rare words (prefix filter) and
+compares word sets. The peers run in an environment of their own (bench.peers); datasketch gets a tenth of the captions: its
+tables are then smaller than ours, in its favour.
 
-    OMP_NUM_THREADS=1 python -m bench.dedup [--captions 200000] [--json]
+    taskset -c 1 python -m bench.dedup [--captions 200000] [--json]
+    taskset -c 1 python -m bench.dedup --sizes 1000000,2000000,5000000,10000000 --plot docs/results/dedup-scale.svg
 
-Pin it to one core (taskset) on a busy machine. 200,000 captions take about a minute and 1.5 GB, most of it the oracle.
+The first takes about two minutes and 1.5 GB, most of it the oracle. The second generates the captions in blocks of 200,000,
+runs each size in a process of its own with `--memory-gb 3`, and takes about 10 minutes and 3 GB of disk.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -28,12 +34,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bench.machine import claim
+from bench.peers import peer_python
 from dedup.clusters import components
 from dedup.config import DedupConfig
 from dedup.keep import run
 
 THRESHOLD = 0.8
 VOCABULARY = 50_000
+BLOCK = 200_000
+PEER = Path(__file__).with_name("dedup_peer.py")
 
 
 def planted(n: int, seed: int = 5) -> list[str]:
@@ -85,26 +94,41 @@ def _alike(sets: list[frozenset[str]], i: int, j: int) -> bool:
     return min(len(a), len(b)) >= 5 and len(a & b) >= THRESHOLD * len(a | b) - 1e-9
 
 
-def ours(folder: Path, captions: list[str]) -> tuple[float, float, float, float]:
-    """(captions per CPU second, times faster to decide anew, recall, precision)."""
-    pq.write_table(pa.table({"caption": captions}), folder / "captions.parquet")
-    pq.write_table(pa.table({"caption": captions[:2000]}), folder / "few.parquet")
-    _timed(DedupConfig(work=str(folder / "few"), captions=str(folder / "few.parquet"), workers=1))  # imports
+def ours(folder: Path, captions: list[str], truth: np.ndarray[Any, np.dtype[np.int64]]) -> dict[str, float]:
+    """Captions per CPU second, times faster to decide anew, recall, precision."""
+    write(folder / "captions.parquet", [captions])
+    _warm(folder)
     settings: dict[str, Any] = {
         "work": str(folder / "work"),
         "captions": str(folder / "captions.parquet"),
         "workers": 1,
     }
     seconds = _timed(DedupConfig(**settings, threshold=THRESHOLD, method="components"))
-    truth = oracle(captions)
     table = pq.read_table(folder / "work" / "dedup" / "decisions.parquet")
     kept = table["kept"].to_numpy()
     survivor = np.array([int(s) if s else i for i, s in enumerate(table["survivor"].to_pylist())])
-    rows = np.arange(len(captions))
     right = ~kept & (truth[survivor] == truth)
-    again = _timed(DedupConfig(**settings, threshold=0.9))
-    removable = len(rows) - len(np.unique(truth))
-    return len(captions) / seconds, seconds / again, float(right.sum() / removable), float(right.sum() / (~kept).sum())
+    again = _timed(DedupConfig(**settings, threshold=0.9, method="components"))
+    removable = len(captions) - len(np.unique(truth))
+    return {
+        "rate": len(captions) / seconds,
+        "again": seconds / again,
+        "recall": float(right.sum() / removable),
+        "precision": float(right.sum() / (~kept).sum()),
+    }
+
+
+def write(path: Path, blocks: Iterable[list[str]]) -> None:
+    """A Parquet file with a column of captions, a row group a block."""
+    with pq.ParquetWriter(path, pa.schema([("caption", pa.string())])) as file:
+        for captions in blocks:
+            file.write_table(pa.table({"caption": captions}))
+
+
+def _warm(folder: Path) -> None:
+    """One small run, for the imports."""
+    write(folder / "few.parquet", [planted(2000)])
+    _timed(DedupConfig(work=str(folder / "few"), captions=str(folder / "few.parquet"), workers=1))
 
 
 def _timed(config: DedupConfig) -> float:
@@ -113,35 +137,119 @@ def _timed(config: DedupConfig) -> float:
     return time.process_time() - start
 
 
-def peer(captions: list[str]) -> float:
-    """Captions per CPU second of datasketch."""
-    from datasketch import MinHash, MinHashLSH
+def peer(package: str, path: Path, truth: np.ndarray[Any, np.dtype[np.int64]]) -> dict[str, float]:
+    """Captions per CPU second of `package`, and the recall and precision of what it would remove."""
+    command = [str(peer_python("dedup")), str(PEER), package, str(path), str(THRESHOLD)]
+    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    later = truth < np.arange(len(truth))
+    right = later[found["removed"]].sum()
+    return {"rate": found["rate"], "recall": right / later.sum(), "precision": right / max(len(found["removed"]), 1)}
 
-    start = time.process_time()
-    lsh = MinHashLSH(threshold=THRESHOLD, num_perm=128)
-    documents: Iterable[list[bytes]] = [[w.encode() for w in set(c.split())] for c in captions]
-    for i, signature in enumerate(MinHash.bulk(documents, num_perm=128)):
-        lsh.query(signature)
-        lsh.insert(i, signature)
-    return len(captions) / (time.process_time() - start)
+
+def beside_peers(count: int) -> list[dict[str, Any]]:
+    """Our claims at `count` captions, with the peers on the same machine right behind us."""
+    captions = planted(count)
+    truth = oracle(captions)
+    few = max(count // 10, 1000)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        we = ours(folder, captions, truth)
+        write(folder / "tenth.parquet", [captions[:few]])
+        sketch = peer("datasketch", folder / "tenth.parquet", oracle(captions[:few]))
+        rensa = peer("rensa", folder / "captions.parquet", truth)
+    claims = [
+        claim(
+            "captions a second on one core, file to decisions",
+            we["rate"],
+            goal=150_000,
+            at_least=True,
+            peer=rensa["rate"],
+        ),
+        claim("times datasketch's rate", we["rate"] / sketch["rate"], goal=12, at_least=True),
+        claim("times as fast to decide anew at 0.9", we["again"], goal=20, at_least=True),
+    ]
+    for name, found in (("datasketch", sketch), ("rensa", rensa)):
+        for figure, goal in (("recall", 0.995), ("precision", 1.0)):
+            text = f"{figure} of the removals (peer: {name})"
+            claims.append(claim(text, we[figure], goal=goal, at_least=True, peer=found[figure]))
+    return claims
+
+
+def one_size(path: str) -> dict[str, float]:
+    """CPU seconds, peak memory in GB, and what the built-in oracle measured, of one run in this process."""
+    with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
+        _warm(Path(folder))
+        start = time.process_time()
+        summary = run(DedupConfig(work=f"{folder}/work", captions=path, workers=1, memory_gb=3, threshold=THRESHOLD))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return {
+        "captions": summary["pairs"],
+        "seconds": time.process_time() - start,
+        "peak_gb": peak,
+        **summary["measured"],
+    }
+
+
+def by_size(sizes: list[int], plot: str) -> list[dict[str, Any]]:
+    """Time and memory at each size, each in a process of its own."""
+    points = []
+    with tempfile.TemporaryDirectory() as folder:
+        for size in sizes:
+            path = Path(folder) / "captions.parquet"
+            write(path, (planted(min(BLOCK, size - first), first) for first in range(0, size, BLOCK)))
+            command = [sys.executable, "-m", "bench.dedup", "--one", str(path)]
+            points.append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
+            print(points[-1], file=sys.stderr)
+    if plot:
+        Path(plot).write_text(drawn(points))
+    first, last = (point["seconds"] / point["captions"] for point in (points[0], points[-1]))
+    most, least = f"{sizes[-1]:,}", f"{sizes[0]:,}"
+    recall, precision = points[-1]["recall"], points[-1]["precision"]
+    return [
+        claim(
+            f"GB of memory at {most} captions, 3 of them DuckDB's limit", points[-1]["peak_gb"], goal=4, at_least=False
+        ),
+        claim(f"seconds a caption at {most} over those at {least}", last / first, goal=1.15, at_least=False),
+        claim(f"recall at {most}, on the built-in oracle's sample", recall, goal=0.995, at_least=True),
+        claim(f"precision at {most}, on the built-in oracle's sample", precision, goal=1, at_least=True),
+    ]
+
+
+def drawn(points: list[dict[str, float]]) -> str:
+    """CPU seconds and peak memory over captions, as an SVG of two panels."""
+    panels = []
+    for left, key, unit in ((60, "seconds", "CPU seconds"), (400, "peak_gb", "peak memory, GB")):
+        wide, high = max(p["captions"] for p in points), max(p[key] for p in points)
+        spots = [(left + 260 * p["captions"] / wide, 220 - 180 * p[key] / high, p) for p in points]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in spots)
+        marks = "".join(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"/><text x="{x:.1f}" y="{y - 8:.1f}" text-anchor="end">{p[key]:.3g}</text>'
+            f'<text x="{x:.1f}" y="238" text-anchor="middle">{p["captions"] / 1e6:g}M</text>'
+            for x, y, p in spots
+        )
+        axes = f'<path d="M{left},30V220H{left + 270}" fill="none" stroke="#888"/>'
+        panels.append(
+            f'{axes}<polyline points="{line}" fill="none" stroke="#36c"/>{marks}<text x="{left}" y="20">{unit}</text>'
+        )
+    head = '<svg xmlns="http://www.w3.org/2000/svg" width="720" height="250" font-family="sans-serif" font-size="11">'
+    return f'{head}<rect width="720" height="250" fill="#fff"/>{"".join(panels)}</svg>\n'
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--captions", type=int, default=200_000, help="captions to deduplicate")
+    parser.add_argument("--sizes", default="", help="instead: time and memory at these numbers of captions")
+    parser.add_argument("--plot", default="", help="SVG file to draw them into")
+    parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print the claims as JSON only")
     arguments = parser.parse_args()
-    captions = planted(arguments.captions)
-    with tempfile.TemporaryDirectory() as folder:
-        rate, again, recall, precision = ours(Path(folder), captions)
-    theirs = peer(captions[: max(len(captions) // 10, 1000)])
-    claims = [
-        claim("captions a second on one core, file to decisions", rate, goal=150_000, at_least=True, peer=theirs),
-        claim("times as fast as datasketch", rate / theirs, goal=12, at_least=True),
-        claim("recall of the oracle's removals", recall, goal=0.995, at_least=True),
-        claim("precision of the removals", precision, goal=1.0, at_least=True),
-        claim("times as fast to decide anew at 0.9", again, goal=20, at_least=True),
-    ]
+    if arguments.one:
+        print(json.dumps(one_size(arguments.one)))
+        return
+    if arguments.sizes:
+        claims = by_size([int(size) for size in arguments.sizes.split(",")], arguments.plot)
+    else:
+        claims = beside_peers(arguments.captions)
     print(json.dumps(claims, indent=None if arguments.json else 1))
 
 

@@ -136,16 +136,6 @@ def _of_key(rows: I64, keys: U64, their_rows: I64, their_keys: U64, total: int) 
     return result
 
 
-def _meeting(ours: U64, theirs: U64) -> tuple[I64, I64]:
-    """All (i, j) with ours[i] == theirs[j]; `theirs` is the smaller."""
-    order = np.argsort(theirs, kind="stable")
-    low = np.searchsorted(theirs, ours, "left", sorter=order)
-    count = np.searchsorted(theirs, ours, "right", sorter=order) - low
-    left = np.repeat(np.arange(len(ours)), count)
-    inside = np.arange(len(left)) - np.repeat(np.cumsum(count) - count, count)
-    return left, order[np.repeat(low, count) + inside]
-
-
 class _Best:
     """The most similar of the set's things met so far by each of ours; of equals, the first."""
 
@@ -177,7 +167,7 @@ def _near_pictures(pairs: Pairs, theirs: Pairs, at_least: float) -> tuple[I64, F
     both = np.concatenate((theirs_E, mirrored_E))
     best = _Best(len(ours_H))
     for band in range(phash.BANDS):
-        ours, there = _meeting(phash.band_keys(ours_H, band, width), phash.band_keys(both, band, width))
+        ours, there = bands.meeting(phash.band_keys(ours_H, band, width), phash.band_keys(both, band, width))
         there %= len(theirs_E)
         bits = phash.distances(every, every_mirrored, ours, there + len(ours_H))
         best.meet(ours, there, (1 - bits / 256).astype(np.float32), at_least)
@@ -203,7 +193,7 @@ def _near_captions(folder: Folder, pairs: Pairs, items: Items, threshold: float)
     met = np.zeros(0, np.uint64)
     for start in range(0, PERMUTATIONS, rows):
         band = range(start, start + rows)
-        ours, there = _meeting(
+        ours, there = bands.meeting(
             bands.fold_columns(minhashes(band)), bands.fold_columns(items.sets[MINHASHES[k]].to_numpy() for k in band)
         )
         met = bands.merged(met, bands.ascending((ours.astype(np.uint64) << np.uint64(32)) | there.astype(np.uint64)))

@@ -7,6 +7,7 @@ N rows with one key each, M of them in buckets with others. Grouping in numpy ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +91,16 @@ def candidates(rows_M: I64, keys_M: U64, nearness: Nearness, names_N: I64 | None
         left.append(rows[near])
         right.append(rows[near + step])
     return pair_keys(np.concatenate(left), np.concatenate(right))
+
+
+def meeting(ours: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> tuple[I64, I64]:
+    """All (i, j) with ours[i] == theirs[j]; `theirs` is the smaller."""
+    order = np.argsort(theirs, kind="stable")
+    low = np.searchsorted(theirs, ours, "left", sorter=order)
+    count = np.searchsorted(theirs, ours, "right", sorter=order) - low
+    left = np.repeat(np.arange(len(ours)), count)
+    inside = np.arange(len(left)) - np.repeat(np.cumsum(count) - count, count)
+    return left, order[np.repeat(low, count) + inside]
 
 
 def pair_keys(a: I64, b: I64) -> U64:

@@ -124,4 +124,5 @@ def _write(folder: Folder, number: int, first: int, batch: pa.RecordBatch) -> No
     uid = pc.coalesce(batch["uid"].cast(pa.string()), named)
     table = pa.table({"uid": uid, "unit": pa.repeat(unit, batch.num_rows), "row": rows, "caption": batch["caption"]})
     with folder.staged(f"{HOME}/{unit}.parquet") as path:
-        pq.write_table(table, path)
+        # plain copies: the parts are read once, at once
+        pq.write_table(table, path, compression="none", use_dictionary=["unit"], write_statistics=False)

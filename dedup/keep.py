@@ -21,7 +21,7 @@ from core.errors import ConfigError, InputError
 from core.runner import cores
 from core.storage import Folder
 from core.work import fingerprint, open_stage
-from dedup import against, balance, bands, captions, evalsets, filters, policy, store
+from dedup import against, balance, bands, captions, evalsets, filters, oracle, policy, store
 from dedup.clusters import components, first_of
 from dedup.config import DedupConfig
 from dedup.evidence import Likeness, Pairs, image_groups
@@ -47,7 +47,8 @@ def run(config: DedupConfig) -> dict[str, Any]:
     """Decide every fetched pair of the work folder, or every row of `config.captions`.
 
     Returns: pairs, kept, dropped {reason: n}, clusters, seconds; also holdout, image_groups, rules (drops of each
-        condition, alone and in sequence), expected_recall {similarity: share}, largest (caption clusters) and settings.
+        condition, alone and in sequence), against (a report of each evaluation set), expected_recall {similarity: share},
+        measured (recall and precision on a sample), largest (caption clusters) and settings.
 
     Raises:
         InputError: nothing was ingested yet, a preset is unknown, or a column is missing.
@@ -141,7 +142,7 @@ class _Decider:
         """Decide, publish unless it is a dry run, and sum up."""
         pairs, rows, read = store.load_pairs(self.connection, self.folder)
         verdicts = None if verdicts is None else verdicts.take(rows)
-        groups = self._groups(pairs)
+        groups, measured = self._groups(pairs)
         likeness = Likeness(pairs, lambda keys: store.load_sets(self.folder, keys))
         holdout = np.zeros(len(pairs), bool) if verdicts is None or verdicts.holdout is None else verdicts.holdout
         matches = [against.match(self.folder, pairs, items, self.config) for items in sets]
@@ -166,11 +167,12 @@ class _Decider:
             "rules": rules,
             "against": [found.report(decisions.has(found.reason)) for found in matches],
             "expected_recall": _expected_recall(self.config.threshold),
+            "measured": measured,
             "largest": largest,
         }
 
-    def _groups(self, pairs: Pairs) -> policy.Groups:
-        """Who is the same as whom, for all fetched pairs."""
+    def _groups(self, pairs: Pairs) -> tuple[policy.Groups, dict[str, Any]]:
+        """Who is the same as whom, for all fetched pairs; and what an exact oracle says of a sample of that."""
         config = self.config
         hashes, mirrored = pairs.hashes
         pictures = store.image_edges(self.folder, hashes, mirrored)
@@ -178,11 +180,11 @@ class _Decider:
         rows = np.arange(len(pairs))
         text = np.where(pairs.text == 0, rows, first_of(pairs.text))
         keys, first, inverse = np.unique(pairs.set_key, return_index=True, return_inverse=True)
-        edges = store.caption_edges(self.folder, keys, config.threshold, self.of)
-        similar = edges.at_least(config.threshold)
+        found = store.caption_edges(self.folder, keys, config.threshold, self.of)
+        similar, sample = (edges.at_least(config.threshold) for edges in found)
         of_set = components(len(keys), similar.a, similar.b)
         caption = np.where(pairs.set_key == 0, rows, components(len(pairs), rows, first[of_set[inverse]]))
-        return policy.Groups(pairs.url, image, text, caption)
+        return policy.Groups(pairs.url, image, text, caption), oracle.measured(sample, similar, of_set)
 
     def _conditions(
         self, decisions: policy.Decisions, free: Mask, pairs: Pairs, rows: I64, verdicts: Verdicts | None,

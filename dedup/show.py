@@ -32,6 +32,15 @@ def summary(found: dict[str, Any]) -> RenderableType:
         parts.append(_table("Largest groups of captions", ("", "pairs"), rows))
     recall = ", ".join(f"{share:.1%} at {similarity}" for similarity, share in found["expected_recall"].items())
     parts.append(Text(f"Expected recall of near-duplicate captions by their similarity: {recall}", style="dim"))
+    measured = found["measured"]
+    if measured["pairs"]:
+        parts.append(
+            Text(
+                f"Measured on {measured['sampled']:,} captions of yours and all {measured['pairs']:,} near-duplicates of theirs: "
+                f"recall {measured['recall']:.2%}, precision {measured['precision'] or 0:.2%}",
+                style="dim",
+            )
+        )
     return Group(*(item for part in parts for item in (part, Text(""))))
 
 

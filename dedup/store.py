@@ -16,7 +16,7 @@ import xxhash
 
 from core import catalog
 from core.storage import Folder
-from dedup import bands, match, phash
+from dedup import bands, match, oracle, phash
 from dedup.config import MOST_BITS
 from dedup.evidence import Pairs
 from dedup.match import Edges
@@ -118,22 +118,30 @@ class MinHashes:
         return result
 
 
-def caption_edges(folder: Folder, wanted: U64, threshold: float, of: str) -> Edges:
-    """Verified edges that serve `threshold`, between the numbers of the sorted set keys `wanted`.
+def caption_edges(folder: Folder, wanted: U64, threshold: float, of: str) -> tuple[Edges, Edges]:
+    """Verified edges that serve `threshold`, between the numbers of the sorted set keys `wanted`, and those that the oracle
+    finds around the first `oracle.SAMPLE` stored sets.
 
     They are read if they are there, else found (among all sets of the folder) and kept, named by set keys. `of` tells the
     signatures they are made from: any other makes them anew.
     """
     floor, rows = bands.rows_for(threshold)
-    name, mark = f"dedup/edges/captions-{rows}.parquet", f"{VERSION} {floor} {of}".encode()
-    table = _read_marked(folder, name, mark)
-    if table is None:
+    names, mark = [f"dedup/edges/{kind}-{rows}.parquet" for kind in ("sample", "captions")], f"{VERSION} {floor} {of}"
+    tables = [_read_marked(folder, name, mark.encode()) for name in names]
+    if any(table is None for table in tables):
         minhashes = MinHashes.of(folder)
-        keys = minhashes.keys
+        keys, sets = minhashes.keys, load_sets(folder, minhashes.keys)
         log.info("dedup: %s distinct captions in bands of %d", f"{len(keys):,}", rows)
-        edges = match.caption_edges(minhashes, load_sets(folder, keys), threshold)
-        table = pa.table({"a": keys[edges.a], "b": keys[edges.b], "similarity": edges.similarity})
-        _write_marked(folder, name, mark, table)
+        made = [oracle.near(sets, floor), match.caption_edges(minhashes, sets, threshold)]
+        tables = [pa.table({"a": keys[e.a], "b": keys[e.b], "similarity": e.similarity}) for e in made]
+        for name, table in zip(names, tables, strict=True):
+            _write_marked(folder, name, mark.encode(), table)
+    sample, every = (_between(wanted, table) for table in tables if table is not None)
+    return every, sample
+
+
+def _between(wanted: U64, table: pa.Table) -> Edges:
+    """Edges of set keys as edges of their places among `wanted`; those of other keys are left out."""
     a, b, similarity = (table[c].to_numpy() for c in ("a", "b", "similarity"))
     at_a, at_b = (np.minimum(np.searchsorted(wanted, x), len(wanted) - 1) for x in (a, b))
     here = np.flatnonzero((wanted[at_a] == a) & (wanted[at_b] == b)) if len(wanted) else np.zeros(0, np.int64)

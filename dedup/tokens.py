@@ -38,6 +38,7 @@ _SPACELESS_RANGES = (
     (0x20000, 0x323AF),  # extensions B to H
 )
 _AT_ONCE = 1 << 16  # table elements worked on at a time: they stay in the second-level cache
+_CAPTIONS = 1 << 14  # and captions: memory just used is used again
 _SEPARATOR, _SPACELESS = 1, 2  # kinds of characters; 0 is any other
 _BLOCK = 8  # bytes of a word hashed at a time
 _FIRST_BYTES = np.array([(1 << (8 * n)) - 1 for n in range(_BLOCK + 1)], np.uint64)
@@ -85,6 +86,15 @@ def as_sets(captions: pa.Array) -> tuple[Sets, U64, U64]:
 
     Equal sets have equal set keys; captions of the same words in the same order have equal caption keys; 0 is for no word.
     """
+    made = [_as_sets(captions.slice(start, _CAPTIONS)) for start in range(0, max(len(captions), 1), _CAPTIONS)]
+    sets, set_keys, caption_keys = zip(*made, strict=True)
+    before = np.cumsum([0, *(len(part.flat) for part in sets[:-1])])
+    starts = np.concatenate([part.starts + filled for part, filled in zip(sets, before, strict=True)])
+    whole = Sets(np.concatenate([part.flat for part in sets]), starts, np.concatenate([part.sizes for part in sets]))
+    return whole, np.concatenate(set_keys), np.concatenate(caption_keys)
+
+
+def _as_sets(captions: pa.Array) -> tuple[Sets, U64, U64]:
     words = tokenise(captions)
     count = len(words.lengths)
     set_keys, caption_keys = np.zeros(count, np.uint64), np.zeros(count, np.uint64)

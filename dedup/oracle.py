@@ -1,0 +1,90 @@
+"""An exact oracle on a sample: how many near-duplicates of the user's own captions were found, and whether all were ones.
+
+S token sets in order of their keys. Keys are random numbers, so the first of them are a random sample; all sets that are near
+a sampled one are found without MinHash, through rare words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dedup import bands
+from dedup.match import Edges, jaccard
+from dedup.tokens import Sets, segments
+
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
+
+SAMPLE = 2000  # sets
+_BINS = 1 << 20  # of words by their lowest bits: enough to tell rare from frequent
+_AT_ONCE = 1 << 16  # sets
+
+
+def near(sets: Sets, at_least: float) -> Edges:
+    """Edges between one of the first `SAMPLE` sets and any other whose Jaccard similarity is at least `at_least`, and behind
+    them an edge from each of the sample to itself, which says who was asked.
+
+    Complete: two such sets share at least `at_least` of the words of either, so one of any len - at_least * len + 1 of them,
+    for which the rarest are taken.
+    """
+    counts = np.zeros(_BINS, np.int64)
+    for flat, _, _ in _pieces(sets):
+        counts += np.bincount(flat & np.uint32(_BINS - 1), minlength=_BINS)
+    words, owners = _probes(sets, counts, at_least)
+    probed = np.zeros(_BINS, bool)
+    probed[words & np.uint32(_BINS - 1)] = True
+    found = [np.zeros(0, np.uint64)]
+    for flat, offsets, first in _pieces(sets):
+        hits = np.flatnonzero(probed[flat & np.uint32(_BINS - 1)])
+        there, which = bands.meeting(flat[hits], words)
+        found.append(bands.pair_keys(np.searchsorted(offsets, hits[there], "right") - 1 + first, owners[which]))
+    a, b = bands.unpair(bands.ascending(np.concatenate(found)))
+    edges = Edges(a, b, jaccard(sets, a, b)).at_least(at_least)
+    asked = np.arange(min(SAMPLE, len(sets.sizes)))
+    ones = np.ones(len(asked), np.float32)
+    a, b = np.concatenate((edges.a, asked)), np.concatenate((edges.b, asked))
+    return Edges(a, b, np.concatenate((edges.similarity, ones)))
+
+
+def _pieces(sets: Sets) -> Iterator[tuple[U32, I64, int]]:
+    """(words, offsets, number of the first set) of some sets at a time."""
+    for first in range(0, len(sets.sizes), _AT_ONCE):
+        some = slice(first, first + _AT_ONCE)
+        yield *segments(sets.flat, sets.starts[some], sets.sizes[some]), first
+
+
+def _probes(sets: Sets, counts: I64, at_least: float) -> tuple[U32, I64]:
+    """The rarest words of each sampled set, as many as its near sets cannot all lack, and the set of each."""
+    sizes = sets.sizes[:SAMPLE]
+    words, offsets = segments(sets.flat, sets.starts[:SAMPLE], sizes)
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    order = np.lexsort((words, counts[words & np.uint32(_BINS - 1)], owners))
+    place = np.arange(len(words)) - np.repeat(offsets[:-1], sizes)
+    enough = sizes - np.ceil(at_least * sizes - 1e-9).astype(np.int64) + 1
+    chosen = order[place < np.repeat(enough, sizes)]
+    return words[chosen], owners[chosen]
+
+
+def measured(truth: Edges, found: Edges, group: I64) -> dict[str, Any]:
+    """What the sample shows: sampled sets, their near-duplicate pairs, `recall` and `precision` (None without pairs).
+
+    Args:
+        truth, found: of `near` and of the bands, at least as similar as asked for.
+        group: the group of each set; a pair counts as found where both are in one group.
+    """
+    asked = np.zeros(len(group), bool)
+    asked[truth.a[truth.a == truth.b]] = True
+    theirs, ours = bands.pair_keys(truth.a, truth.b), bands.pair_keys(found.a, found.b)
+    ours = ours[np.logical_or(*(asked[row] for row in bands.unpair(ours)))]
+    together = np.count_nonzero(np.equal(*(group[row] for row in bands.unpair(theirs))))
+    return {
+        "sampled": int(asked.sum()),
+        "pairs": len(theirs),
+        "recall": round(together / len(theirs), 5) if len(theirs) else None,
+        "precision": round(float(np.isin(ours, theirs).mean()), 5) if len(ours) else None,
+    }
