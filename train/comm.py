@@ -68,10 +68,10 @@ def _reduced(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """DDP's own all-reduce of one bucket."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+    start = mark()
     reduced = allreduce_hook(state, bucket)
     if not bucket.is_last():
         return reduced
-    start = mark()
 
     def done(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         CLOCK.add(start, mark())

@@ -1,7 +1,8 @@
 """`diagnose`: why the GPU (or the CPU that trains) starves, what there is to gain, and what to change first.
 
-Two sources: the metrics of a run, which say what happened on every rank, and three short trials (`train.trials`), which
-say what each part could do alone. `judge` turns them into a verdict; "not input-bound: stop tuning the loader" is one.
+Two sources: the metrics of a run, which say what happened on every rank, and short trials (`train.trials`), which say
+what each part could do alone. `judge.judge` turns them into a verdict; "not input-bound: stop tuning the loader" is one.
+`--apply` tries a fix and measures what it gains (`train.remedies`).
 """
 
 from __future__ import annotations
@@ -9,81 +10,46 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from core.errors import ConfigError, InputError
 from core.runner import cores
 from core.storage import Folder
 from train.config import TrainConfig
+from train.judge import INPUT_VERDICTS, OVERSIZE, Evidence, Straggler, judge
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from train.config import DiagnoseConfig
-    from train.trials import Bench
+    from train.trials import Bench, Trial
 
 log = logging.getLogger("pairmill.diagnose")
 
-INPUT_BOUND = 0.05  # share of a step spent waiting from which on the loader is worth an afternoon
-CLEAR = (0.02, 0.12)  # below or above, the verdict would survive a busy machine
 OVER_BUDGET = 3  # exit code
-STRAGGLER = 1.5  # the slowest rank's wait over the mean
+SLOWER = 1.25  # a straggler's own time over the other ranks'
 SAME_RANK = 0.7  # share of rows in which it is the same rank
-COPYING = 0.10
 RECENT = 30  # rows of metrics.jsonl that count
 PLACES = {"decode": "waiting for a batch", "h2d": "copying to the device", "compute": "computing"}
-# A stored picture may be this much larger in area than the model's input before decoding it is waste (random crops).
-OVERSIZE = 1.8
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What is known, from a run, from trials, or both. Rates are pairs a second of all ranks that were measured."""
-
-    wait_share: float
-    steps: int
-    rate: float
-    h2d_share: float = 0.0
-    model_rate: float | None = None
-    """The model alone on a batch that is already there."""
-    loader_rate: float | None = None
-    read_rate: float | None = None
-    decode_rate: float | None = None
-    """Decoding and tokenising alone, without waiting for bytes."""
-    reading_share: float = 0.0
-    """Share of the decoder's time spent waiting for bytes."""
-    run_wait_share: float | None = None
-    """Of the run, where `wait_share` is of the trials."""
-    straggler: tuple[int, float] | None = None
-    """Rank that waits longest in most rows, and its wait over the mean."""
-    gpu: bool = False
-    threads: int = 1
-    cores: int = 1
-    oversize: float = 1.0
-    """Area of a stored picture over the model's input."""
-    progressive: float = 0.0
-    quarantined: int = 0
-    precision: str = "bf16"
+COMM = "of which in collectives"
 
 
 def run(config: DiagnoseConfig) -> dict[str, Any]:
     """Diagnose a run, or shards and a model without one.
 
-    Returns verdict, says, confidence, wait_share, ceiling_gain, split, stages, ranks, data, fixes, exit_code (3 where
-    the wait share is above `--budget`).
+    Returns verdict, cause, says, confidence, wait_share, ceiling_gain, losses, split, stages, ranks, data, fixes, measured
+    (the evidence), applied (with `--apply`) and exit_code (3 where the wait share is above `--budget`).
 
     Raises:
+        ConfigError: settings that cannot be, or a fix that cannot be tried.
         InputError: neither a run with metrics nor shards to try.
     """
-    if config.seconds < 0 or not 0 <= config.budget < 1:
-        raise ConfigError("expected --seconds of 0 or more and a --budget between 0 and 1, as 0.1 for 10 %")
-    if config.batch_size < 0 or config.threads < 0:
-        raise ConfigError("expected --batch-size and --threads of 0 or more")
+    _check(config)
     folder = Folder(config.work)
     rows, recorded = _rows(folder, config.name), _recorded(folder, config.name)
     settings = _settings(config, recorded)
-    shards = Folder(settings.shards or f"{config.work}/shards")
+    shards = Folder(settings.shards[0] if settings.shards else f"{config.work}/shards")
     tried = config.seconds > 0 and bool(settings.shards or shards.list("*.tar"))
     if not rows and not tried:
         where = f"or shards in {shards}, found neither" if config.seconds else "where --seconds is 0, found none"
@@ -92,139 +58,51 @@ def run(config: DiagnoseConfig) -> dict[str, Any]:
         )
     observed = _observed(rows) if rows else None
     quarantined = _count_lines(folder, f"runs/{config.name}/quarantine.jsonl")
-    evidence, measured = _try(config, settings, rows) if tried else (observed, {})
+    bench = _bench(config, settings, rows) if tried else None
+    evidence, both = _try(bench, config.seconds, settings.precision) if bench else (observed, None)
     assert evidence is not None
+    evidence = dataclasses.replace(evidence, remote="://" in str(shards), quarantined=quarantined)
     if observed is not None:
         evidence = dataclasses.replace(
-            evidence, run_wait_share=observed.wait_share, straggler=observed.straggler, quarantined=quarantined
+            evidence, run_wait_share=observed.wait_share, straggler=observed.straggler, comm_share=observed.comm_share
         )
+    found = judge(evidence)
     summary = {
-        **judge(evidence),
-        "split": measured.get("split") or _split(rows),
-        "stages": _stages(evidence, measured),
+        **found,
+        "split": _trial_split(both) if both else _split(rows),
+        "stages": _stages(evidence, both, found["verdict"]),
         "ranks": _ranks(rows),
         "data": {"progressive": evidence.progressive, "oversize": evidence.oversize, "quarantined": quarantined},
         "measured": {key: value for key, value in dataclasses.asdict(evidence).items() if value is not None},
+        "applied": _apply(config, found["fixes"], bench, evidence) if config.apply else None,
     }
     over = bool(config.budget) and summary["wait_share"] > config.budget
     return {**summary, "budget": config.budget or None, "exit_code": OVER_BUDGET if over else 0}
 
 
-# ---------------------------------------------------------------- judging
+def _check(config: DiagnoseConfig) -> None:
+    if config.seconds < 0 or not 0 <= config.budget < 1:
+        raise ConfigError("expected --seconds of 0 or more and a --budget between 0 and 1, as 0.1 for 10 %")
+    if config.batch_size < 0 or config.threads < 0 or config.apply < 0:
+        raise ConfigError("expected --batch-size, --threads and --apply of 0 or more")
 
 
-def judge(e: Evidence) -> dict[str, Any]:
-    """Verdict, sentence, confidence, wait_share, ceiling_gain and fixes, best first."""
-    gain = e.model_rate / e.rate - 1 if e.model_rate and e.rate else e.wait_share / max(1e-9, 1 - e.wait_share)
-    gain = max(0.0, gain)
-    verdict = _verdict(e, gain)
-    return {
-        "verdict": verdict,
-        "says": _says(verdict, e, gain),
-        "confidence": _confidence(e),
-        "wait_share": e.wait_share,
-        "ceiling_gain": gain,
-        "fixes": sorted(_fixes(verdict, e), key=lambda fix: -(fix["predicted_gain"] or 0.0)),
-    }
+def _apply(
+    config: DiagnoseConfig, fixes: list[dict[str, Any]], bench: Bench | None, before: Evidence
+) -> dict[str, Any]:
+    """Try fix number `--apply` and measure it: {fix, predicted_gain, measured_gain, rate}."""
+    if config.apply > len(fixes):
+        raise ConfigError(f"expected --apply of at most {len(fixes)}, the number of fixes found, found {config.apply}")
+    fix = fixes[config.apply - 1]
+    if not fix["apply"] or bench is None:
+        why = "needs the trials (--seconds above 0)" if fix["apply"] else "is nothing that can be tried from here"
+        raise ConfigError(f"fix {config.apply} ({fix['fix']}) {why}; leave --apply out to read the diagnosis")
+    from train import remedies
 
-
-def _verdict(e: Evidence, gain: float) -> str:
-    if e.straggler is not None and (e.run_wait_share or e.wait_share) >= INPUT_BOUND:
-        return "straggler"
-    if e.wait_share >= INPUT_BOUND:
-        return "read_bound" if _reading_limits(e) else "decode_bound"
-    if e.h2d_share >= COPYING:
-        return "copy_bound"
-    if not e.gpu and e.model_rate is not None and gain >= 2 * INPUT_BOUND:
-        return "cores_shared"
-    return "not_input_bound"
-
-
-def _reading_limits(e: Evidence) -> bool:
-    """Whether bytes come too late, rather than their decoding."""
-    if e.read_rate is not None and e.decode_rate is not None and e.read_rate < e.decode_rate:
-        return True
-    return e.reading_share > 0.5
-
-
-def _says(verdict: str, e: Evidence, gain: float) -> str:
-    waits = f"{e.wait_share:.1%} of a step is waiting"
-    if verdict == "not_input_bound":
-        return f"Not input-bound: {waits}, and a perfect loader would gain {gain:.0%}. Stop tuning the loader."
-    if verdict == "cores_shared":
-        return (
-            f"Not input-bound, but decoding takes cores from the model: {waits}, yet with batches ready in memory it would be "
-            f"{gain:.0%} faster."
-        )
-    if verdict == "straggler" and e.straggler is not None:
-        return (
-            f"Rank {e.straggler[0]} holds up the others: it waits {e.straggler[1]:.1f} times the mean for its batches."
-        )
-    if verdict == "copy_bound":
-        return f"Copying to the device takes {e.h2d_share:.0%} of a step."
-    what = "the bytes come too late from the shards" if verdict == "read_bound" else "decoding is too slow"
-    return f"Input-bound: {waits}, because {what}. A perfect loader would gain {gain:.0%}."
-
-
-def _confidence(e: Evidence) -> str:
-    if e.steps < 8:
-        return "low"
-    sides = [share >= INPUT_BOUND for share in (e.wait_share, e.run_wait_share) if share is not None]
-    clear = not CLEAR[0] < e.wait_share < CLEAR[1]
-    return "high" if clear and len(set(sides)) == 1 else "medium"
-
-
-def _fixes(verdict: str, e: Evidence) -> list[dict[str, Any]]:
-    """{fix, predicted_gain}: the gain is a share of the present rate, None where it cannot be told beforehand."""
-    if verdict == "not_input_bound":
-        if e.precision == "fp32":
-            return [_fix("train in bf16: --precision bf16", None)]
-        return [_fix("spend the effort on the model: larger batch, --compile on GPUs, more ranks", None)]
-    if verdict == "straggler":
-        rank = e.straggler[0] if e.straggler else 0
-        return [_fix(f"look at the disk and the other processes of rank {rank}'s machine", None)]
-    if verdict == "copy_bound":
-        return [_fix("decode on the GPU: --decode dali, so that compressed bytes are copied", None)]
-    if verdict == "read_bound":
-        return [_fix("copy the shards to a local SSD", _gain(e, e.decode_rate, e.model_rate))]
-    return _decode_fixes(e)
-
-
-def _decode_fixes(e: Evidence) -> list[dict[str, Any]]:
-    fixes = []
-    decode = e.decode_rate or e.loader_rate
-    if e.oversize > OVERSIZE:
-        words = f"pack smaller pictures: they have {e.oversize:.1f} times the model's area (ingest or shard --size)"
-        fixes.append(_fix(words, _gain(e, decode * e.oversize / 1.3 if decode else None, e.read_rate, e.model_rate)))
-    if e.threads < e.cores:
-        more = e.cores / e.threads
-        fixes.append(
-            _fix(
-                f"use every core: --threads {e.cores}",
-                _gain(e, decode * more if decode else None, e.read_rate, e.model_rate),
-            )
-        )
-    if e.gpu:
-        fixes.append(_fix("decode on the GPU: --decode dali", None))
-    if e.progressive > 0.2:
-        fixes.append(
-            _fix(
-                f"re-encode: {e.progressive:.0%} of the JPEGs are progressive, which decode slowly (ingest --size)",
-                None,
-            )
-        )
-    return fixes or [_fix("more or faster cores; the pictures are small and every core decodes already", None)]
-
-
-def _gain(e: Evidence, rate: float | None, *others: float | None) -> float | None:
-    """Gain where the changed stage delivers `rate` and the others stay: the slowest of all decides."""
-    if rate is None or None in others or not e.rate:
-        return None
-    return max(0.0, min(rate, *(other for other in others if other is not None)) / e.rate - 1)
-
-
-def _fix(words: str, gain: float | None) -> dict[str, Any]:
-    return {"fix": words, "predicted_gain": gain}
+    log.info("diagnose: trying fix %d: %s", config.apply, fix["fix"])
+    after = remedies.measure(fix["apply"], bench, config.seconds)
+    gain = after.rate / before.rate - 1
+    return {"fix": fix["fix"], "predicted_gain": fix["predicted_gain"], "measured_gain": gain, "rate": after.rate}
 
 
 # ---------------------------------------------------------------- the run's metrics
@@ -261,54 +139,69 @@ def _settings(config: DiagnoseConfig, recorded: dict[str, Any]) -> TrainConfig:
     values = {key: value for key, value in recorded.items() if key in known}
     values |= {"work": config.work, "device": config.device, "fresh": False}
     for key in ("shards", "model", "precision", "decode", "threads"):
-        if getattr(config, key):
-            values[key] = getattr(config, key)
+        if given := getattr(config, key):
+            values[key] = (given,) if key == "shards" else given
     return TrainConfig(**values)
 
 
 def _observed(rows: list[dict[str, Any]]) -> Evidence:
-    def mean(place: str) -> float:
-        return sum(row["waits"][place]["mean"] for row in rows) / len(rows)
+    def mean(place: str, of: str = "mean") -> float:
+        return sum(row["waits"].get(place, {}).get(of, 0.0) for row in rows) / len(rows)
 
     step = sum(mean(place) for place in PLACES) or 1e-9
     decoding = mean("reader") + mean("decode_busy") or 1e-9
     rates = [row["pairs_per_s"] for row in rows if row.get("pairs_per_s")]
+    several = rows[-1].get("ranks", 1) > 1 and "comm" in rows[-1]["waits"]
     return Evidence(
         wait_share=mean("decode") / step,
         h2d_share=mean("h2d") / step,
         steps=len(rows) * 10,  # a row covers several steps
         rate=sum(rates) / len(rates) if rates else 0.0,
         reading_share=mean("reader") / decoding,
-        straggler=_straggler(rows),
+        comm_share=mean("comm", "min") / step if several else None,
+        straggler=_straggler(rows, step) if several else None,
         cores=cores(),
         threads=cores(),
     )
 
 
-def _straggler(rows: list[dict[str, Any]]) -> tuple[int, float] | None:
-    """The rank that waits longest for its batches, if it is mostly the same one and clearly longer than the others."""
-    waits = [row["waits"]["decode"] for row in rows if row.get("ranks", 1) > 1]
-    if not waits:
+def _straggler(rows: list[dict[str, Any]], step: float) -> Straggler | None:
+    """The rank whose own part of a step is the longest, if it is mostly the same one and clearly longer than the others'."""
+    slowest = [row["waits"]["own"]["slowest_rank"] for row in rows]
+    rank = max(set(slowest), key=slowest.count)
+    if slowest.count(rank) < SAME_RANK * len(rows):
         return None
-    ranks = [w["slowest_rank"] for w in waits]
-    most = max(set(ranks), key=ranks.count)
-    ratio = sum(w["max"] for w in waits) / max(1e-9, sum(w["mean"] for w in waits))
-    return (most, ratio) if ranks.count(most) >= SAME_RANK * len(ranks) and ratio >= STRAGGLER else None
+    own, others = (sum(values) / len(rows) for values in zip(*(_own_and_others(row) for row in rows), strict=True))
+    if own < SLOWER * others:
+        return None
+    waits = sum(row["waits"]["decode"]["max"] * (row["waits"]["decode"]["slowest_rank"] == rank) for row in rows) / len(
+        rows
+    )
+    place = "decode" if waits > (own - others) / 2 else "compute"
+    return Straggler(rank, min(0.99, (own - others) / step), place)
+
+
+def _own_and_others(row: dict[str, Any]) -> tuple[float, float]:
+    """Own seconds a step of the slowest rank, and the mean of the others."""
+    own, ranks = row["waits"]["own"], row["ranks"]
+    return own["max"], (own["mean"] * ranks - own["max"]) / (ranks - 1)
 
 
 def _split(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Seconds of a step by place, {p50, p99, share}, of the latest row."""
+    """Seconds of a step by place, {p50, p99, share}, of the latest row; `comm` is a part of `compute`."""
     if not rows:
         return {}
     waits = rows[-1]["waits"]
     whole = sum(waits[place]["mean"] for place in PLACES) or 1e-9
+    several = ("comm",) if rows[-1].get("ranks", 1) > 1 and "comm" in waits else ()
     return {
         place: {"p50": waits[place]["p50"], "p99": waits[place]["p99"], "share": waits[place]["mean"] / whole}
-        for place in PLACES
+        for place in (*PLACES, *several)
     }
 
 
 def _ranks(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds that the ranks wait for their data in a step, of the latest row."""
     if not rows:
         return {}
     wait = rows[-1]["waits"]["decode"]
@@ -322,19 +215,26 @@ def _count_lines(folder: Folder, name: str) -> int:
 # ---------------------------------------------------------------- trials
 
 
-def _try(config: DiagnoseConfig, settings: TrainConfig, rows: list[dict[str, Any]]) -> tuple[Evidence, dict[str, Any]]:
-    """The three trials (and bytes alone), for one rank's share of the batch."""
+def _bench(config: DiagnoseConfig, settings: TrainConfig, rows: list[dict[str, Any]]) -> Bench:
+    """The run's own parts, for one rank's share of the batch."""
     from train.distributed import choose_device
     from train.trials import Bench
 
     ranks = max(1, int(rows[-1].get("ranks", 1)) if rows else 1)
     batch = config.batch_size or max(1, settings.batch_size // ranks)
-    bench = Bench(settings, batch, ranks, choose_device(config.device, 0))
-    log.info("diagnose: trying %s with batches of %d, about %.0f s", settings.model, batch, 3.5 * config.seconds)
-    read = bench.read(config.seconds / 2)
-    loaded, held = bench.load(config.seconds)
-    computed = bench.compute(held, config.seconds)
-    both = bench.both(config.seconds)
+    return Bench(settings, batch, ranks, choose_device(config.device, 0))
+
+
+def _try(bench: Bench, seconds: float, precision: str) -> tuple[Evidence, Trial]:
+    """All trials; what they say, and the one of the whole loop."""
+    log.info("diagnose: %s, batches of %d, about %.0f s", bench.config.model, bench.batch_size, 4.5 * seconds)
+    read = bench.read(seconds / 2)
+    loaded, held = bench.load(seconds)
+    computed = bench.compute(held, seconds)
+    double = bench.double(held, seconds)
+    oversize = bench.pictures.pixels / bench.shape.image_size**2
+    small = bench.smaller(seconds / 4) if oversize > OVERSIZE else None
+    both = bench.both(seconds)
     busy = both.places["decode_busy"]
     decoding = busy["sum"] + both.places["reader"]["sum"]
     evidence = Evidence(
@@ -343,49 +243,65 @@ def _try(config: DiagnoseConfig, settings: TrainConfig, rows: list[dict[str, Any
         steps=both.steps,
         rate=both.rate,
         model_rate=computed.rate,
+        double_rate=computed.rate * _double_gain(computed, double) if double else None,
         loader_rate=loaded.rate,
         read_rate=read.rate,
-        decode_rate=_alone(loaded.places["decode_busy"], batch),
+        decode_rate=_alone(loaded.places["decode_busy"], bench.batch_size),
+        small_rate=small.rate if small else None,
+        small_bytes=small.bytes if small else None,
+        small_cpu=small.cpu if small else None,
+        model_cpu=computed.cpu,
+        loader_cpu=loaded.cpu,
         reading_share=both.places["reader"]["sum"] / decoding if decoding else 0.0,
         gpu=bench.device.type == "cuda",
         threads=bench.threads,
         cores=cores(),
-        oversize=bench.pictures.pixels / bench.shape.image_size**2,
+        oversize=oversize,
         progressive=bench.pictures.progressive,
-        precision=settings.precision,
+        precision=precision,
     )
-    return evidence, {"split": _trial_split(both), "both": both, "bench": _about(bench, batch)}
+    return evidence, both
 
 
-def _about(bench: Bench, batch: int) -> dict[str, Any]:
-    return {"batch": batch, "threads": bench.threads, "samples": len(bench.shard_set), "device": str(bench.device)}
+def _double_gain(single: Trial, double: Trial) -> float:
+    """Times as many pairs a second with twice the pairs at a time, by the medians of the steps: what else the machine was
+    doing in one of the two trials must not look like overhead."""
+    return 2 * single.places["compute"]["p50"] / (double.places["compute"]["p50"] or 1e-9)
 
 
 def _alone(busy: dict[str, float], batch: int) -> float | None:
     return batch * busy["n"] / busy["sum"] if busy["sum"] else None
 
 
-def _trial_split(both: Any) -> dict[str, dict[str, float]]:
+def _trial_split(both: Trial) -> dict[str, dict[str, float]]:
     return {
         place: {"p50": both.places[place]["p50"], "p99": both.places[place]["p99"], "share": both.share(place)}
         for place in PLACES
     }
 
 
-def _stages(e: Evidence, measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each stage delivers alone, how busy it is in the loop, and which one is the slowest."""
-    both = measured.get("both")
-    rates = {"read": e.read_rate, "decode and tokenise": e.decode_rate, "loader": e.loader_rate, "model": e.model_rate}
-    busy = {
-        "decode and tokenise": min(1.0, both.share("decode_busy")) if both else None,
-        "model": both.share("compute") if both else 1 - e.wait_share - e.h2d_share,
-    }
-    known = {name: rate for name, rate in rates.items() if rate is not None and name != "loader"}
-    slowest = min(known, key=lambda name: known[name], default=None)
+def _stages(e: Evidence, both: Trial | None, verdict: str) -> list[dict[str, Any]]:
+    """What each stage delivers alone, how busy it is in the loop, how full the queue behind it, what limits it, and which
+    one is the bottleneck (the slowest, or what the verdict names)."""
+    from train.data import QUEUE_DEPTH
+
+    share = both.share if both else {"decode_busy": 0.0, "compute": 1 - e.wait_share - e.h2d_share}.__getitem__
+    rows: list[tuple[str, float | None, float | None, float | None, str]] = [
+        ("read and verify", e.read_rate, None, 1 - e.reading_share, "network" if e.remote else "disk"),
+        (
+            "decode, augment, tokenise", e.decode_rate, min(1.0, share("decode_busy")) if both else None,
+            both.ready / QUEUE_DEPTH if both else None, f"{e.threads} of {e.cores} cores",
+        ),
+        ("model", e.model_rate, share("compute"), None, "GPU" if e.gpu else f"{e.cores} cores"),
+    ]  # fmt: skip
+    known = {name: rate for name, rate, *_ in rows if rate is not None}
+    slowest = {"read_bound": "read and verify", "decode_bound": "decode, augment, tokenise"}.get(
+        verdict, min(known, key=lambda name: known[name], default="model")
+    )
     return [
-        {"stage": name, "pairs_per_s": rate, "busy": busy.get(name), "slowest": name == slowest}
-        for name, rate in rates.items()
-        if rate is not None or busy.get(name) is not None
+        {"stage": name, "pairs_per_s": rate, "busy": busy, "queue": queue, "limit": limit, "slowest": name == slowest}
+        for name, rate, busy, queue, limit in rows
+        if rate is not None or busy is not None
     ]
 
 
@@ -401,7 +317,8 @@ def render(summary: dict[str, Any]) -> RenderableType:
     lines: list[RenderableType] = [
         Text(summary["says"], style="bold green" if good else "bold yellow"),
         Text(
-            f"confidence: {summary['confidence']}; at most {summary['ceiling_gain']:.0%} to gain from a perfect loader",
+            f"verdict {summary['verdict']}, cause {summary['cause']}, confidence {summary['confidence']}; at most "
+            f"{summary['ceiling_gain']:.0%} to gain from a perfect loader",
             style="dim",
         ),
         Text(""),
@@ -410,15 +327,29 @@ def render(summary: dict[str, Any]) -> RenderableType:
         lines += [_split_table(summary["split"]), Text("")]
     if summary["stages"]:
         lines += [_stage_table(summary["stages"]), Text("")]
-    lines += _facts(summary)
-    lines.append(Text("What to do", style="bold"))
-    for i, fix in enumerate(summary["fixes"], 1):
-        gain = fix["predicted_gain"]
-        lines.append(Text(f" {i}. {fix['fix']}").append(f"  (+{gain:.0%} predicted)" if gain else "", style="green"))
+    lines += [*_facts(summary), *_todo(summary)]
     if summary["exit_code"]:
         words = f"Over budget: {summary['wait_share']:.1%} waiting, allowed are {summary['budget']:.1%}."
         lines += [Text(""), Text(words, style="bold red")]
     return Group(*lines)
+
+
+def _todo(summary: dict[str, Any]) -> list[RenderableType]:
+    """The fixes with their gains, and how to try the first one."""
+    from rich.text import Text
+
+    lines: list[RenderableType] = [Text("What to do", style="bold")]
+    for i, fix in enumerate(summary["fixes"], 1):
+        gain = fix["predicted_gain"]
+        lines.append(Text(f" {i}. {fix['fix']}").append(f"  (+{gain:.0%} predicted)" if gain else "", style="green"))
+    if applied := summary["applied"]:
+        predicted = applied["predicted_gain"]
+        words = f"Tried: {applied['fix']}: {applied['measured_gain']:+.0%} measured"
+        words += f", {predicted:+.0%} predicted" if predicted is not None else ""
+        lines += [Text(""), Text(words, style="bold green" if applied["measured_gain"] > 0 else "bold yellow")]
+    elif summary["fixes"][0]["apply"] and summary["verdict"] in (*INPUT_VERDICTS, "overhead_bound"):
+        lines.append(Text(" `pairmill diagnose --apply 1` tries the first one on a copy and measures it.", style="dim"))
+    return lines
 
 
 def _facts(summary: dict[str, Any]) -> list[RenderableType]:
@@ -439,32 +370,40 @@ def _facts(summary: dict[str, Any]) -> list[RenderableType]:
 
 
 def _split_table(split: dict[str, dict[str, float]]) -> RenderableType:
-    from rich.table import Table
-
-    table = Table(
-        title="A step", title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False
-    )
-    table.add_column("")
-    for name in ("p50, ms", "p99, ms", "share"):
-        table.add_column(name, justify="right")
-    for place, words in PLACES.items():
-        figures = split[place]
-        table.add_row(words, f"{1e3 * figures['p50']:,.1f}", f"{1e3 * figures['p99']:,.1f}", f"{figures['share']:.1%}")
-    return table
+    rows = [
+        (
+            words,
+            f"{1e3 * split[place]['p50']:,.1f}",
+            f"{1e3 * split[place]['p99']:,.1f}",
+            f"{split[place]['share']:.1%}",
+        )
+        for place, words in {**PLACES, "comm": COMM}.items()
+        if place in split
+    ]
+    return _table("A step", ("p50, ms", "p99, ms", "share"), rows)
 
 
 def _stage_table(stages: list[dict[str, Any]]) -> RenderableType:
+    def share(value: float | None) -> str:
+        return f"{value:.0%}" if value is not None else ""
+
+    rows = [
+        (
+            s["stage"], f"{s['pairs_per_s']:,.0f}" if s["pairs_per_s"] else "", share(s["busy"]), share(s["queue"]), s["limit"],
+            "← bottleneck" if s["slowest"] else "",
+        )
+        for s in stages
+    ]  # fmt: skip
+    return _table("Stages", ("alone, pairs/s", "busy", "queue full", "limit", ""), rows)
+
+
+def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> RenderableType:
     from rich.table import Table
 
-    table = Table(
-        title="Stages", title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False
-    )
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False)
     table.add_column("")
-    table.add_column("alone, pairs/s", justify="right")
-    table.add_column("busy", justify="right")
-    table.add_column("")
-    for stage in stages:
-        rate, busy = stage["pairs_per_s"], stage["busy"]
-        words = (f"{rate:,.0f}" if rate else "", f"{busy:.0%}" if busy is not None else "")
-        table.add_row(stage["stage"], *words, "← slowest" if stage["slowest"] else "")
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("", "limit") else "right")
+    for row in rows:
+        table.add_row(*row)
     return table

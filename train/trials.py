@@ -1,7 +1,9 @@
 """Three short trials on the user's own shards, model and machine: loader alone, model alone, both together.
 
-Each uses the parts of the real loop (`train.data`, `train.gradcache`, `train.optim`), for one rank. Rates are pairs a
-second of this rank; the first steps of each trial are left out, as they fill queues and caches.
+Around them some shorter ones, which say what a fix would change: bytes alone, the model with twice the pairs at a time,
+decoding the same pictures stored smaller. Each uses the parts of the real loop (`train.data`, `train.gradcache`,
+`train.optim`), for one rank. Rates are pairs a second of this rank; the first steps of each trial are left out, as they
+fill queues and caches.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ import torch
 from core.metrics import Series
 from core.runner import cores
 from shardkit.reader import Batch as RawBatch
-from shardkit.reader import BatchReader, ShardSet
+from shardkit.reader import BatchReader, Sample, ShardSet
 from train.config import TrainConfig
-from train.data import QUEUE_DEPTH, Batch, Loader, Plan, Preparer, Quarantine, make_decoder
+from train.data import QUEUE_DEPTH, Augment, Batch, Loader, Plan, Preparer, Quarantine, make_decoder
 from train.distributed import keep_freed_memory
 from train.gradcache import gradcache_step
 from train.loss import clip_loss
@@ -35,16 +37,21 @@ from train.towers import CLIP
 ENDLESS = 1 << 40  # steps; a trial ends by the clock
 WARM_STEPS = 2
 LOOKED_AT = 64  # pictures whose headers are read
+ROOM = 1.15  # side of a stored picture over the model's, which leaves random crops their room
+QUALITY = 90  # of a JPEG stored smaller
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one trial measured: pairs a second, steps counted, and seconds by place (sums over those steps)."""
+    """What one trial measured: pairs a second, steps counted, seconds by place (sums over those steps), CPU seconds of
+    this process a pair, and how many decoded batches stood ready on the mean."""
 
     rate: float
     steps: int
     seconds: float
     places: dict[str, dict[str, float]]
+    cpu: float = 0.0
+    ready: float = 0.0
 
     def share(self, place: str) -> float:
         """Share of the trial's time spent at a place."""
@@ -59,6 +66,18 @@ class Pictures:
     """Share of progressive JPEGs, which no hardware decoder takes."""
     pixels: float
     """Mean pixels of a stored picture."""
+    samples: list[Sample]
+    """Those that were looked at."""
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """The pictures looked at, stored as small as the model needs them: pairs a second of decoding and tokenising, CPU
+    seconds a pair, bytes over those of the pictures as they are."""
+
+    rate: float
+    cpu: float
+    bytes: float
 
 
 class Bench:
@@ -69,8 +88,8 @@ class Bench:
             keep_freed_memory()
         self.config, self.batch_size, self.device = config, batch_size, device
         self.threads = config.threads or max(1, cores() // ranks)
-        self.shard_set = ShardSet.open(config.shards or f"{config.work}/shards")
-        self.plan = Plan.of(self.shard_set, config.seed, batch_size)
+        self.shard_set = ShardSet.open(config.shards or f"{config.work}/shards", on_bad=config.on_bad_shard)
+        self.plan = Plan.of(self.shard_set, config.seed, batch_size, config.weights)
         self.shape = dataclasses.replace(model_config(config.model), patch_dropout=config.patch_dropout)
         self.pictures = _look_at(self.shard_set)
 
@@ -100,16 +119,41 @@ class Bench:
 
     def compute(self, batch: Batch, seconds: float) -> Trial:
         """Training steps on one batch that is already on the device."""
-        held, step = batch.to(self.device), self._stepper()
-        return self._timed(lambda: step(held), seconds, {}, skip=WARM_STEPS)
+        held, step, steps = batch.to(self.device), self._stepper(), Series()
+        return self._timed(lambda: _in(steps, step, held), seconds, {"compute": steps}, skip=WARM_STEPS)
+
+    def double(self, batch: Batch, seconds: float) -> Trial | None:
+        """The same with twice the pairs at a time; None where they do not fit into memory."""
+        try:
+            held, step, steps = _twice(batch).to(self.device), self._stepper(2 * self.config.micro_batch), Series()
+            return self._timed(lambda: _in(steps, step, held), seconds, {"compute": steps}, skip=WARM_STEPS, pairs=2)
+        except torch.OutOfMemoryError:
+            return None
+
+    def smaller(self, seconds: float) -> Smaller:
+        """Decoding and tokenising of pictures that fit the model."""
+        samples = [shrunk(sample, self.shape.image_size) for sample in self.pictures.samples if sample.ok]
+        decoder = make_decoder(self.config.decode, self.shape.image_size, self.threads, len(samples), self.device)
+        view_of = Augment(0, 0, self.config.crop, self.config.flip, self.config.jitter, self.config.gray)
+        with contextlib.closing(decoder):
+            preparer = Preparer(decoder, Tokenizer(), self.shape.context)
+
+            def once() -> bool:
+                return bool(preparer.prepare(0, samples, view_of)[0].uids)
+
+            trial = self._timed(once, seconds, {}, skip=WARM_STEPS, pairs=len(samples) / self.batch_size)
+        small, stored = (sum(len(s.data) for s in group) for group in (samples, self.pictures.samples))
+        return Smaller(trial.rate, trial.cpu, small / max(1, stored))
 
     def both(self, seconds: float) -> Trial:
         """The real loop."""
+        ready: list[int] = []
         step, copying, computing = self._stepper(), Series(), Series()
         with self._loader(epoch=2) as loader:
             batches = iter(loader)
 
             def once() -> bool:
+                ready.append(loader.ready)
                 batch = next(batches)
                 with copying.timed():
                     held = batch.to(self.device)
@@ -119,21 +163,28 @@ class Bench:
 
             places = {"decode": loader.waits.decode, "h2d": copying, "compute": computing,
                       "reader": loader.waits.reader, "decode_busy": loader.waits.decode_busy}  # fmt: skip
-            return self._timed(once, seconds, places, skip=QUEUE_DEPTH + WARM_STEPS)
+            trial = self._timed(once, seconds, places, skip=QUEUE_DEPTH + WARM_STEPS)
+        return dataclasses.replace(trial, ready=sum(ready[-trial.steps :]) / trial.steps)
 
-    def _timed(self, once: Callable[[], bool], seconds: float, places: dict[str, Series], *, skip: int) -> Trial:
-        """Call `once` for `seconds` after `skip` calls that do not count, or until it returns False."""
+    def _timed(
+        self, once: Callable[[], bool], seconds: float, places: dict[str, Series], *, skip: int, pairs: float = 1.0
+    ) -> Trial:
+        """Call `once` for `seconds` after `skip` calls that do not count, or until it returns False.
+
+        Each call does `pairs` batches of pairs.
+        """
         begun = time.perf_counter()
         for _ in range(skip):
             if not once() or time.perf_counter() - begun > seconds:
                 break
         for series in places.values():
             series.take()
-        start, steps = time.perf_counter(), 0
+        start, spent, steps = time.perf_counter(), time.process_time(), 0
         while (steps == 0 or time.perf_counter() - start < seconds) and once():
             steps += 1
-        elapsed = time.perf_counter() - start
-        return Trial(steps * self.batch_size / elapsed, steps, elapsed, {n: s.take() for n, s in places.items()})
+        elapsed, spent = time.perf_counter() - start, time.process_time() - spent
+        done = steps * pairs * self.batch_size
+        return Trial(done / elapsed, steps, elapsed, {n: s.take() for n, s in places.items()}, spent / max(1.0, done))
 
     @contextlib.contextmanager
     def _loader(self, epoch: int) -> Iterator[Loader]:
@@ -150,8 +201,9 @@ class Bench:
             with loader:
                 yield loader
 
-    def _stepper(self) -> Callable[[Batch], bool]:
-        """One update of the weights of a fresh model."""
+    def _stepper(self, micro: int | None = None) -> Callable[[Batch], bool]:
+        """One update of the weights of a fresh model, with `micro` pairs at a time (the run's number, unless given)."""
+        micro = self.config.micro_batch if micro is None else micro
         torch.manual_seed(0)
         model = CLIP(self.shape, self.config.precision).to(self.device)
         model.set_checkpointing(self.config.checkpointing)
@@ -166,7 +218,7 @@ class Bench:
             def loss(img: Any, txt: Any, scale: Any) -> Any:
                 return clip_loss(img, txt, scale, valid_b=batch.valid_b)
 
-            gradcache_step(model, batch.pixels_bCSS, batch.tokens_bL, loss, self.config.micro_batch or None)
+            gradcache_step(model, batch.pixels_bCSS, batch.tokens_bL, loss, micro or None)
             clip_grad_norm(model.parameters(), self.config.grad_clip or None)
             optimizer.step()
             clamp_log_scale(model)
@@ -188,12 +240,42 @@ def _look_at(shard_set: ShardSet) -> Pictures:
     from core.errors import ImageError
 
     wanted = np.linspace(0, len(shard_set) - 1, min(LOOKED_AT, len(shard_set))).astype(np.int64)
-    headers = []
-    for sample in shard_set.read(wanted):
+    samples, headers = shard_set.read(wanted), []
+    for sample in samples:
         with contextlib.suppress(ImageError):
             headers.append(images.read_header(sample.data))
     count = max(1, len(headers))
     return Pictures(
         progressive=sum(h.progressive for h in headers) / count,
         pixels=sum(h.width * h.height for h in headers) / count,
+        samples=samples,
     )
+
+
+def shrunk(sample: Sample, image_size: int) -> Sample:
+    """The sample as `shard --size` would store it for a model of this input; as it is where it is small enough."""
+    from core import images
+    from core.errors import ImageError
+
+    size = round(image_size * ROOM)
+    try:
+        header = images.read_header(sample.data)
+        if min(header.width, header.height) <= size:
+            return sample
+        pixels = images.decode(sample.data, header, min_side=size)
+    except ImageError:
+        return sample
+    return dataclasses.replace(sample, data=images.encode_jpeg(images.resize(pixels, size), QUALITY))
+
+
+def _in(series: Series, step: Callable[[Batch], bool], batch: Batch) -> bool:
+    with series.timed():
+        return step(batch)
+
+
+def _twice(batch: Batch) -> Batch:
+    """The batch and itself once more."""
+    pixels, tokens, valid, group = (
+        torch.cat([t, t]) for t in (batch.pixels_bCSS, batch.tokens_bL, batch.valid_b, batch.group_b)
+    )
+    return Batch(batch.step, pixels, tokens, valid, group, batch.uids * 2)

@@ -1,0 +1,271 @@
+"""What a diagnosis concludes from its evidence: verdict, cause, fixes and their gains.
+
+Pure: neither torch nor a clock, so that recorded evidence decides the same again. Every cause is weighed by the share of
+a step that it costs; the heaviest above its threshold is the verdict, and below all of them the model is the limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# Share of a step from which on a cause is worth an afternoon.
+THRESHOLDS = {
+    "straggler": 0.10,
+    "read_bound": 0.05,
+    "decode_bound": 0.05,
+    "copy_bound": 0.10,
+    "communication_bound": 0.20,
+    "overhead_bound": 0.20,
+    "cores_shared": 0.20,
+}
+INPUT_BOUND = THRESHOLDS["decode_bound"]
+INPUT_VERDICTS = ("read_bound", "decode_bound")
+CLEAR = 2.0  # times a threshold, above which (or one over it, below which) a busy machine would not change the verdict
+# A stored picture may be this much larger in area than the model's input before decoding it is waste (random crops).
+OVERSIZE = 1.8
+PROGRESSIVE = 0.2
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank that the others wait for in most rows."""
+
+    rank: int
+    lost: float
+    """Share of a step that the others spend waiting for it."""
+    place: str
+    """Where it is slower: `decode` (waiting for its data) or `compute`."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known, from a run, from trials, or both. Rates are pairs a second of the ranks that were measured, CPU
+    seconds are of this process and a pair."""
+
+    wait_share: float
+    """Share of a step in which the loop waited for a batch."""
+    steps: int
+    rate: float
+    h2d_share: float = 0.0
+    model_rate: float | None = None
+    """The model alone on a batch that is already there."""
+    double_rate: float | None = None
+    """The same with twice as many pairs at a time."""
+    loader_rate: float | None = None
+    read_rate: float | None = None
+    decode_rate: float | None = None
+    """Decoding and tokenising alone, without waiting for bytes."""
+    small_rate: float | None = None
+    """The same on the same pictures, stored as small as the model needs them."""
+    small_bytes: float | None = None
+    """Bytes of such a picture over those of one as it is stored."""
+    model_cpu: float | None = None
+    loader_cpu: float | None = None
+    small_cpu: float | None = None
+    reading_share: float = 0.0
+    """Share of the decoder's time spent waiting for bytes."""
+    run_wait_share: float | None = None
+    """Of the run, where `wait_share` is of the trials."""
+    comm_share: float | None = None
+    """Share of the run's step in which collectives held up even the rank that waits for no other."""
+    straggler: Straggler | None = None
+    gpu: bool = False
+    remote: bool = False
+    """Whether the shards lie behind a URL."""
+    threads: int = 1
+    cores: int = 1
+    oversize: float = 1.0
+    """Area of a stored picture over the model's input."""
+    progressive: float = 0.0
+    quarantined: int = 0
+    precision: str = "bf16"
+
+
+@dataclass(frozen=True)
+class Fix:
+    """Something to change, what for, and how many times 1 + `gain` the rate would be; None where nobody can tell."""
+
+    cause: str
+    words: str
+    gain: float | None = None
+    apply: str = ""
+    """What `--apply` calls it (train.remedies); empty where it cannot be tried here."""
+
+
+def judge(e: Evidence) -> dict[str, Any]:
+    """Verdict, cause, sentence, confidence, wait_share, ceiling_gain, losses and fixes, best first."""
+    lost = losses(e)
+    verdict = max(lost, key=lambda name: lost[name] / THRESHOLDS[name] * (lost[name] >= THRESHOLDS[name]), default="")
+    if not verdict or lost[verdict] < THRESHOLDS[verdict]:
+        verdict = "not_input_bound"
+    found = sorted(fixes(verdict, e), key=lambda fix: -(fix.gain or 0.0))
+    return {
+        "verdict": verdict,
+        "cause": found[0].cause,
+        "says": says(verdict, e),
+        "confidence": confidence(verdict, lost, e),
+        "wait_share": e.wait_share,
+        "ceiling_gain": ceiling(e),
+        "losses": lost,
+        "fixes": [
+            {"fix": f.words, "cause": f.cause, "predicted_gain": f.gain, "apply": f.apply or None} for f in found
+        ],
+    }
+
+
+def losses(e: Evidence) -> dict[str, float]:
+    """Share of a step that each possible cause costs, where it is known.
+
+    A small batch and shared cores cost nothing while the loop waits for data anyway.
+    """
+    waiting = "read_bound" if _reading_limits(e) else "decode_bound"
+    lost: dict[str, float | None] = {
+        waiting: e.wait_share,
+        "copy_bound": e.h2d_share,
+        "communication_bound": e.comm_share,
+        "straggler": e.straggler.lost if e.straggler else None,
+    }
+    if e.wait_share < INPUT_BOUND and e.model_rate:
+        if e.double_rate:
+            lost["overhead_bound"] = max(0.0, 1 - e.model_rate / e.double_rate)
+        if not e.gpu:
+            lost["cores_shared"] = max(0.0, 1 - e.rate / e.model_rate)
+    return {name: share for name, share in lost.items() if share is not None}
+
+
+def _reading_limits(e: Evidence) -> bool:
+    """Whether bytes come too late, rather than their decoding."""
+    if e.read_rate is not None and e.decode_rate is not None and e.read_rate < e.decode_rate:
+        return True
+    return e.reading_share > 0.5
+
+
+def ceiling(e: Evidence) -> float:
+    """What a perfect loader would gain: the model alone over the loop."""
+    gain = e.model_rate / e.rate - 1 if e.model_rate and e.rate else e.wait_share / max(1e-9, 1 - e.wait_share)
+    return max(0.0, gain)
+
+
+def says(verdict: str, e: Evidence) -> str:
+    """The verdict in a sentence or two."""
+    waits, gain = f"{e.wait_share:.1%} of a step is waiting", ceiling(e)
+    if verdict == "straggler" and e.straggler is not None:
+        why = "waits for its data" if e.straggler.place == "decode" else "computes"
+        return f"Rank {e.straggler.rank} holds up the others for {e.straggler.lost:.0%} of a step: it {why} longer than they do."
+    if verdict == "communication_bound":
+        return f"Communication-bound: even the rank that waits for no other spends {e.comm_share:.0%} of a step in collectives."
+    if verdict == "overhead_bound" and e.model_rate and e.double_rate:
+        more = e.double_rate / e.model_rate - 1
+        return (
+            f"Not input-bound, but the device has too little to do at a time: with twice the pairs at once it does {more:.0%} "
+            "more of them a second."
+        )
+    if verdict == "cores_shared":
+        return (
+            f"Not input-bound, but decoding takes cores from the model: {waits}, yet with batches ready in memory it would be "
+            f"{gain:.0%} faster."
+        )
+    if verdict == "copy_bound":
+        return f"Copying to the device takes {e.h2d_share:.0%} of a step."
+    if verdict == "not_input_bound":
+        return f"Not input-bound: {waits}, and a perfect loader would gain {gain:.0%}. Stop tuning the loader."
+    what = "the bytes come too late from the shards" if verdict == "read_bound" else "decoding is too slow"
+    return f"Input-bound: {waits}, because {what}. A perfect loader would gain {gain:.0%}."
+
+
+def confidence(verdict: str, lost: dict[str, float], e: Evidence) -> str:
+    """high, medium or low: whether a repetition on a busy machine would say the same."""
+    if e.steps < 8:
+        return "low"
+    shares = {name: share / THRESHOLDS[name] for name, share in lost.items()}
+    own = shares.pop(verdict, 0.0)
+    rival = max(shares.values(), default=0.0)
+    clear = own >= CLEAR and rival < own / CLEAR if verdict in THRESHOLDS else rival < 1 / CLEAR
+    sides = {share >= INPUT_BOUND for share in (e.wait_share, e.run_wait_share) if share is not None}
+    return "high" if clear and len(sides) == 1 else "medium"
+
+
+# ---------------------------------------------------------------- fixes
+
+
+def fixes(verdict: str, e: Evidence) -> list[Fix]:
+    """What to change, not yet in order."""
+    if verdict == "straggler" and e.straggler is not None:
+        part = "disk and network" if e.straggler.place == "decode" else "clocks, temperature and other processes"
+        gain = e.straggler.lost / (1 - e.straggler.lost)
+        return [Fix("slow_rank", f"look at the {part} of the machine of rank {e.straggler.rank}", gain)]
+    if verdict == "communication_bound":
+        share = e.comm_share or 0.0
+        words = (
+            "a larger batch a rank (--batch-size): the same gradients are then sent half as often for twice the pairs"
+        )
+        return [
+            Fix("slow_collectives", words, share / (2 - share)),
+            Fix("slow_collectives", "look at the link between the ranks: NCCL_DEBUG=INFO says which one it uses"),
+        ]
+    if verdict == "copy_bound":
+        return [Fix("copies", "decode on the GPU: --decode dali, so that compressed bytes are copied")]
+    if verdict == "overhead_bound" and e.model_rate:
+        words = "a larger batch (--batch-size), or --micro-batch 0 where memory allows it"
+        fix = Fix("small_batch", words, gain_of(e, model=e.double_rate), "batch")
+        return [fix, Fix("small_batch", "--compile, which joins small operations")] if e.gpu else [fix]
+    if verdict == "read_bound":
+        cause = "slow_network" if e.remote else "slow_disk"
+        fix = Fix(cause, "copy the shards to a local SSD", gain_of(e, read=float("inf")), "local")
+        return [fix, *_smaller(e)]
+    if verdict == "decode_bound":
+        return _decode_fixes(e)
+    if verdict == "cores_shared":
+        rest = Fix("shared_cores", "more cores; or smaller pictures (--size), which cost less to decode", ceiling(e))
+        return [rest, *_smaller(e)]
+    if e.precision == "fp32":
+        return [Fix("compute", "train in bf16: --precision bf16")]
+    return [Fix("compute", "spend the effort on the model: larger batch, --compile on GPUs, more ranks")]
+
+
+def _decode_fixes(e: Evidence) -> list[Fix]:
+    found = _smaller(e)
+    if e.threads < e.cores:
+        decode = e.decode_rate * e.cores / e.threads if e.decode_rate else None
+        words = f"use every core: --threads {e.cores}"
+        found.append(Fix("few_threads", words, gain_of(e, decode=decode), "threads"))
+    if e.gpu:
+        found.append(Fix("slow_cores", "decode on the GPU: --decode dali"))
+    if e.progressive > PROGRESSIVE:
+        words = f"re-encode: {e.progressive:.0%} of the JPEGs are progressive, which decode slowly (ingest --size)"
+        found.append(Fix("progressive", words))
+    return found or [Fix("slow_cores", "more or faster cores; the pictures are small and every core decodes already")]
+
+
+def _smaller(e: Evidence) -> list[Fix]:
+    if e.oversize <= OVERSIZE:
+        return []
+    words = f"pack smaller pictures: they have {e.oversize:.1f} times the model's area (ingest or shard --size)"
+    read = e.read_rate / e.small_bytes if e.read_rate and e.small_bytes else e.read_rate
+    gain = gain_of(e, decode=e.small_rate, read=read, loader_cpu=e.small_cpu)
+    return [Fix("large_pictures", words, gain, "smaller")]
+
+
+def gain_of(
+    e: Evidence,
+    *,
+    read: float | None = None,
+    decode: float | None = None,
+    model: float | None = None,
+    loader_cpu: float | None = None,
+) -> float | None:
+    """Gain where the stages named deliver these rates and the others stay; None where a stage's rate is not known.
+
+    The slowest of all decides. So do the cores that loader and model share: a pair's CPU seconds over all cores.
+    """
+    read, decode, model = read or e.read_rate, decode or e.decode_rate, model or e.model_rate
+    if read is None or decode is None or model is None or not e.rate:
+        return None
+    limits = [read, decode, model]
+    loader_cpu = loader_cpu or e.loader_cpu
+    if loader_cpu and e.model_cpu:
+        # a larger batch also spares the CPU what it spares the model
+        model_cpu = e.model_cpu * (e.model_rate / model if e.model_rate else 1.0)
+        limits.append(e.cores / (loader_cpu + model_cpu))
+    return max(0.0, min(limits) / e.rate - 1)
