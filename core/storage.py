@@ -167,12 +167,18 @@ class Folder:
                     os.replace(temporary, local)
                     _sync(local.parent)
                 else:
-                    fs, path = self._remote(name)
-                    fs.put_file(str(temporary), path)
+                    self._put(temporary, name)
             finally:
                 temporary.unlink(missing_ok=True)
                 if local is None:
                     shutil.rmtree(temporary.parent, ignore_errors=True)
+
+    def _put(self, source: Path, name: str) -> None:
+        fs, path = self._remote(name)
+        try:
+            fs.put_file(str(source), path)
+        except Exception as error:  # every store has its own errors for missing buckets, keys and networks
+            raise StorageError(f"cannot write {self.path(name)}: {_words(error)}") from error
 
     def make(self) -> None:
         """Create the folder and prove that it can be written; of an object store, that it can be asked.

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from bench.peers import ready
 from core.errors import ConfigError, DataError, HardwareError, InputError, RunError, StorageError, WorkFolderError
 from core.images import decode, read_header
 from core.schema import Outcome, pair_fields
@@ -214,6 +215,23 @@ def test_the_other_engine_takes_no_other_list_or_settings_for_the_same(
         run(tmp_path, first, engine="img2dataset", retry_failed=True)
     run(tmp_path, second, engine="img2dataset", fresh=True)
     assert parts(tmp_path / "work")["caption"].to_pylist() == ["caption 2"]
+
+
+def test_the_other_engine_for_real(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = ready("img2dataset")
+    if python is None:
+        pytest.skip("img2dataset is not there; make it with: python -m bench.peers img2dataset")
+    monkeypatch.setattr("ingest.peer.find_program", lambda: str(python.parent / "img2dataset"))
+    rows = [(server.url(f"/pic/{i}.jpg"), f"picture {i}") for i in range(8)]
+    rows += [(server.url("/fault/missing"), "gone"), (server.url("/fault/tagged?tag=noai"), "not for us")]
+    urls = write_list(tmp_path / "list.parquet", rows)
+    summary = run(tmp_path, urls, engine="img2dataset", workers=1, timeout=20.0)
+    assert summary["outcomes"] == {"ok": 8, "http_4xx": 1, "opted_out": 1}
+    found = parts(tmp_path / "work").to_pylist()
+    assert {(row["url"], row["caption"]) for row in found} == set(rows)
+    plan = pq.read_table(tmp_path / "work/img2dataset/ingest/plan.parquet")
+    assert {row["uid"] for row in found} == set(plan["uid"].to_pylist())
+    assert run(tmp_path, urls, engine="img2dataset", workers=1, timeout=20.0)["ok"] == 8
 
 
 @pytest.mark.parametrize(
