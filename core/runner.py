@@ -7,15 +7,19 @@ done is read from what lies on disk, never remembered here, so a killed run simp
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import functools
 import itertools
 import logging
 import multiprocessing
 import multiprocessing.queues
 import os
 import queue
+import sys
 import threading
 import time
-from collections import Counter
+import types
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -67,11 +71,18 @@ def run_units(
     label: str,
     unit_of_progress: str = "rows",
     describe: Describe | None = None,
+    warm: Sequence[str] = (),
+    survive: Callable[[Unit], bool] | None = None,
 ) -> Generator[tuple[Unit, Any], None, None]:
     """Run `task` on every unit that is not `done`; yields (unit, what the task returned) as they finish, in any order.
 
     An error, a stop from the keyboard, or closing the generator ends the other workers at once: what they were at is
     published whole or not at all.
+
+    Args:
+        warm: modules that are imported once, in a process that all local workers are forked from.
+        survive: asked when a local worker died in the middle of a unit whether the unit may be begun again; with it even
+            a single worker is a process of its own.
 
     Raises:
         ConfigError: an unknown engine, or fewer than no workers.
@@ -93,9 +104,10 @@ def run_units(
             yield from _on_ray(todo, task, workers, progress)
         else:
             workers = min(workers or cores(), len(todo))
-            yield from (
-                _in_this_process(todo, task, progress) if workers <= 1 else _on_processes(todo, task, workers, progress)
-            )
+            if workers <= 1 and survive is None:
+                yield from _in_this_process(todo, task, progress)
+            else:
+                yield from _on_processes(todo, task, workers, progress, warm, survive or _never)
 
 
 def _in_this_process(todo: Sequence[Unit], task: Task, progress: Progress) -> Iterator[tuple[Unit, Any]]:
@@ -110,27 +122,87 @@ def _in_this_process(todo: Sequence[Unit], task: Task, progress: Progress) -> It
             _start_worker(None)
 
 
-def _on_processes(todo: Sequence[Unit], task: Task, workers: int, progress: Progress) -> Iterator[tuple[Unit, Any]]:
-    context = multiprocessing.get_context("spawn")  # forking a process with DuckDB, Arrow or torch threads may deadlock
+def _never(unit: Unit) -> bool:
+    return False
+
+
+def _on_processes(
+    todo: Sequence[Unit],
+    task: Task,
+    workers: int,
+    progress: Progress,
+    warm: Sequence[str],
+    survive: Callable[[Unit], bool],
+) -> Iterator[tuple[Unit, Any]]:
+    # forking a process with DuckDB, Arrow or torch threads may deadlock; the fork server has none of them
+    context = multiprocessing.get_context("forkserver" if warm else "spawn")
+    if warm:
+        context.set_forkserver_preload(list(warm))
     others = set(multiprocessing.active_children())
     with _collecting(context.Queue(), progress) as outbox:
         outbox.cancel_join_thread()  # a killed worker may hold the queue's lock for ever
-        pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_start_process, initargs=(outbox,))
+        crew = _Crew(context, outbox, functools.partial(_task_in_worker, task), workers)
         try:
-            futures = {pool.submit(_task_in_worker, task, unit): unit for unit in todo}
-            for future in concurrent.futures.as_completed(futures):
-                yield futures[future], future.result()
-        except BrokenProcessPool as error:
-            raise RunError(
-                "a worker process died (killed, out of memory, or crashed in a codec); finished units are safe, run the "
-                "same command again to continue"
-            ) from error
+            yield from crew.work(todo, survive)
         except BaseException:
             for worker in set(multiprocessing.active_children()) - others:
                 worker.kill()
             raise
         finally:
+            crew.dismiss()
+
+
+class _Crew:
+    """Worker processes in a pool each, so that the death of one is nobody else's."""
+
+    def __init__(self, context: Any, outbox: Any, task: Task, workers: int) -> None:
+        self._context, self._outbox, self._task = context, outbox, task
+        self._pools = [self._pool() for _ in range(workers)]
+
+    def _pool(self) -> concurrent.futures.ProcessPoolExecutor:
+        return concurrent.futures.ProcessPoolExecutor(
+            1, self._context, initializer=_start_process, initargs=(self._outbox,)
+        )
+
+    def work(self, todo: Sequence[Unit], survive: Callable[[Unit], bool]) -> Iterator[tuple[Unit, Any]]:
+        coming, free = deque(todo), deque(range(len(self._pools)))
+        running: dict[concurrent.futures.Future[Any], tuple[int, Unit]] = {}
+        while coming or running:
+            while coming and free:
+                worker, unit = free.popleft(), coming.popleft()
+                with _nameless_main():
+                    running[self._pools[worker].submit(self._task, unit)] = worker, unit
+            for future in concurrent.futures.wait(running, return_when="FIRST_COMPLETED").done:
+                worker, unit = running.pop(future)
+                free.append(worker)
+                try:
+                    result = future.result()
+                except BrokenProcessPool as error:
+                    if not survive(unit):
+                        raise RunError(
+                            "a worker process died (killed, out of memory, or crashed in a codec); finished units are "
+                            "safe, run the same command again to continue"
+                        ) from error
+                    self._pools[worker].shutdown()
+                    self._pools[worker] = self._pool()
+                    coming.appendleft(unit)
+                else:
+                    yield unit, result
+
+    def dismiss(self) -> None:
+        for pool in self._pools:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _nameless_main() -> Iterator[None]:
+    """Hide the main module from a process that is started meanwhile, which would import it: for a command line 0.2 s."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _start_process(outbox: Any) -> None:

@@ -16,9 +16,11 @@ import itertools
 import logging
 import multiprocessing
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from core import catalog
@@ -28,7 +30,7 @@ from core.runner import cores, run_units, tick
 from core.schema import Outcome
 from core.storage import Folder, expand
 from core.work import Stage, fingerprint, open_stage, package_version
-from ingest import journal, staging, tally, urllist
+from ingest import decoding, journal, staging, tally, urllist
 from ingest.config import check
 from ingest.pictures import Picture, Rules, prepare
 from ingest.tally import JUDGED_ROWS, Report, check_success, render
@@ -42,6 +44,7 @@ __all__ = ["render", "run"]
 Result = TypeVar("Result")
 log = logging.getLogger("pairmill.ingest")
 
+WARM = ("ingest.warm",)  # modules that workers are forked with
 SPAN_UNITS = 16  # units a worker takes at once, at most
 DECODERS = 2  # threads a worker; the codecs release the GIL, so one of them runs beside the event loop
 AHEAD = 4  # downloads asked for per download allowed at once, so that one host's queue does not starve the others
@@ -103,12 +106,16 @@ def _fetch_all(config: IngestConfig, stage: Stage) -> dict[str, Any]:
     total = Report()
     groups = spans(rows, span)
     mine = _for_one_worker(config, min(workers, len(groups)))
-    task = functools.partial(fetch_span, config=mine, folder=stage.folder, span=span)
-    running = run_units(
-        groups, task, done=lambda group: _numbers(group, span, len(rows)) <= done,
-        workers=workers, engine=config.engine, label="ingest", describe=tally.progress_words,
-    )  # fmt: skip
-    with contextlib.closing(running):
+    in_memory = stage.folder.url.startswith("memory:")  # which other processes do not see
+    with contextlib.ExitStack() as at_end:
+        notes = Path(at_end.enter_context(tempfile.TemporaryDirectory()))
+        task = functools.partial(fetch_span, config=mine, folder=stage.folder, span=span, notes=notes)
+        running = run_units(
+            groups, task, done=lambda group: _numbers(group, span, len(rows)) <= done,
+            workers=workers, engine=config.engine, label="ingest", describe=tally.progress_words,
+            warm=WARM, survive=None if in_memory else functools.partial(decoding.survive, place=notes),
+        )  # fmt: skip
+        at_end.enter_context(contextlib.closing(running))
         for _, report in running:
             total.add(report)
             check_success(total, config.min_success, enough=JUDGED_ROWS)
@@ -162,12 +169,14 @@ def _numbers(group: Group, span: int, units: int) -> set[int]:
 # ---- in a worker -------------------------------------------------------------------------------------------------------
 
 
-def fetch_span(group: Group, *, config: IngestConfig, folder: Folder, span: int) -> Report:
-    """Do every unfinished unit of one run of units."""
+def fetch_span(group: Group, *, config: IngestConfig, folder: Folder, span: int, notes: Path) -> Report:
+    """Do every unfinished unit of one run of units; `notes` is the folder of what is being decoded."""
     one_thread_each()
     cpu = time.process_time()
     try:
-        report = asyncio.run(_Span(config, folder).work(group, span))
+        notes.mkdir(exist_ok=True)  # on another machine of a Ray cluster, where nobody will read it
+        with decoding.Watch(notes, group.id) as watch:
+            report = asyncio.run(_Span(config, folder, watch, decoding.blame(notes, group.id)).work(group, span))
     except BaseExceptionGroup as errors:
         raise _first_cause(errors) from errors
     if multiprocessing.parent_process() is not None:  # in the main process it is counted there
@@ -193,8 +202,8 @@ def _first_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 class _Span:
     """Downloads and decoding of neighbouring units, overlapping."""
 
-    def __init__(self, config: IngestConfig, folder: Folder) -> None:
-        self._config, self._folder = config, folder
+    def __init__(self, config: IngestConfig, folder: Folder, watch: decoding.Watch, blame: decoding.Blame) -> None:
+        self._config, self._folder, self._watch, self._blame = config, folder, watch, blame
         self._rules = Rules(
             config.size, config.resize, config.quality, config.keep_original, config.min_side, config.max_aspect
         )
@@ -205,7 +214,7 @@ class _Span:
         from ingest.http import Fetcher
 
         rows = urllist.plan_rows(self._folder)
-        with ThreadPoolExecutor(DECODERS, "decode") as self._pool:
+        with ThreadPoolExecutor(1 if self._blame.alone else DECODERS, "decode") as self._pool:
             async with Fetcher(self._config, version=package_version()) as fetcher, asyncio.TaskGroup() as tasks:
                 for number in sorted(_numbers(group, span, len(rows))):
                     unit = await self._in_thread(open_unit, self._folder, number, unit_id(number), self._config)
@@ -230,13 +239,19 @@ class _Span:
             fetched = await fetcher.fetch(job.url)
             picture = Picture(fetched.outcome, fetched.detail)
             if fetched.outcome == Outcome.OK:
-                picture = await self._in_thread(prepare, fetched.body, self._rules)
+                picture = await self._in_thread(self._decode, job.url, fetched.body)
         finally:
             self._ahead.release()  # only now: bodies that wait for a decoder count as under way, so memory is bounded
         unit.settle(job, fetched, picture)
         tick(len(job.places), **{picture.outcome: len(job.places)}, bytes=len(fetched.body))
         if not unit.open_jobs:
             await self._publish(unit)
+
+    def _decode(self, url: str, body: bytes) -> Picture:
+        if decoding.key_of(url) in self._blame.keys:
+            return decoding.refused(body)
+        with self._watch.decoding(url):
+            return prepare(body, self._rules)
 
     async def _publish(self, unit: Unit) -> None:
         await self._in_thread(functools.partial(unit.publish, lang=self._config.lang))

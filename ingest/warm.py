@@ -1,0 +1,11 @@
+"""What every worker needs, imported once for all of them: workers are forked from the process that has imported this."""
+
+import importlib
+import os
+
+# before numpy: every core has a worker already, more threads inside BLAS would only fight over them
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
+for name in ("core.images", "core.imagehash", "ingest.fetch", "ingest.http", "PIL.Image", "ftfy", "pyarrow.parquet",
+             "simplejpeg", "xxhash"):  # fmt: skip
+    importlib.import_module(name)
