@@ -255,13 +255,17 @@ def _page(kind: str, where: str, body: Child, names: list[str], status: int = 20
     links = [
         tag("a", name, href=f"/{name}", aria_current="page" if name == kind else None) for name in (*names, "report")
     ]
-    examples = [_link(kind, words, 1, words) for words in EXAMPLES[kind]]
+    examples = [_link(kind, words, 1, tag("code", words)) for words in EXAMPLES[kind]]
+    words = {
+        "name": "where",
+        "value": where,
+        "placeholder": "an SQL condition",
+        "autocomplete": "off",
+        "spellcheck": "false",
+    }
     form = tag(
-        "form",
-        tag("label", "Show where ", tag("input", name="where", value=where, size=60, placeholder="an SQL condition",
-                                        autocomplete="off", spellcheck="false")),
-        tag("button", "Show"), tag("p", "for example ", *(part for e in examples for part in (e, " ")), class_="quiet"),
-        action=f"/{kind}", method="get", role="search", class_="chips",
+        "form", tag("label", tag("span", "Show where"), tag("input", **words)), tag("button", "Show"),
+        tag("p", "for example ", examples, class_="quiet"), action=f"/{kind}", method="get", role="search", class_="ask",
     )  # fmt: skip
     head = [
         tag("meta", charset="utf-8"),
@@ -278,7 +282,7 @@ def _page(kind: str, where: str, body: Child, names: list[str], status: int = 20
     return Answer(text.encode("utf-8", "replace"), status=status)
 
 
-def _link(kind: str, where: str, at: int, words: str, **more: Any) -> Markup:
+def _link(kind: str, where: str, at: int, words: Child, **more: Any) -> Markup:
     query = {**({"where": where} if where else {}), **({"page": at} if at > 1 else {})}
     return tag("a", words, href=f"/{kind}" + ("?" + urllib.parse.urlencode(query) if query else ""), **more)
 
@@ -312,7 +316,7 @@ def _card(row: dict[str, Any], survivor: dict[str, Any] | None) -> Markup:
         row["outcome"] if row["outcome"] != "ok" else row.get("reason") or ("held out" if row.get("holdout") else None)
     )
     facts = " · ".join(str(word) for word in (state, row.get("detail"), size, row.get("lang")) if word)
-    note = [tag("small", facts), tag("p", tag("small", (row["url"] or "")[:300]), class_="url")]
+    note = [tag("p", tag("small", facts)), tag("p", tag("small", (row["url"] or "")[:300]), class_="url")]
     return sections.card({**_shown(row), "survivor": _shown(survivor) if survivor else None}, note)
 
 

@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable
 from typing import Any
 
-VOID = frozenset({"img", "meta", "br", "hr", "line", "rect", "path", "circle"})
+VOID = frozenset({"img", "input", "meta", "br", "hr", "line", "rect", "path", "circle"})
 
 
 class Markup(str):
@@ -26,7 +26,7 @@ def tag(name: str, /, *children: Child, **attributes: Any) -> Markup:
     """
     words = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in VOID and not children:
-        return Markup(f"<{name}{words}>" if name in ("img", "meta", "br", "hr") else f"<{name}{words}/>")
+        return Markup(f"<{name}{words}>" if name in ("img", "input", "meta", "br", "hr") else f"<{name}{words}/>")
     return Markup(f"<{name}{words}>{join(children)}</{name}>")
 
 
