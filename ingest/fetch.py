@@ -44,7 +44,7 @@ __all__ = ["render", "run"]
 Result = TypeVar("Result")
 log = logging.getLogger("pairmill.ingest")
 
-WARM = ("ingest.warm",)  # modules that workers are forked with
+WARM: tuple[str, ...] = ("ingest.warm",)  # modules that workers are forked with
 SPAN_UNITS = 16  # units a worker takes at once, at most
 DECODERS = 2  # threads a worker; the codecs release the GIL, so one of them runs beside the event loop
 AHEAD = 4  # downloads asked for per download allowed at once, so that one host's queue does not starve the others
@@ -113,7 +113,8 @@ def _fetch_all(config: IngestConfig, stage: Stage) -> dict[str, Any]:
         running = run_units(
             groups, task, done=lambda group: _numbers(group, span, len(rows)) <= done,
             workers=workers, engine=config.engine, label="ingest", describe=tally.progress_words,
-            warm=WARM, survive=None if in_memory else functools.partial(decoding.survive, place=notes),
+            warm=(*WARM, *["ingest.warm_languages"] * config.lang),
+            survive=None if in_memory else functools.partial(decoding.survive, place=notes),
         )  # fmt: skip
         at_end.enter_context(contextlib.closing(running))
         for _, report in running:
