@@ -17,6 +17,7 @@ from shardkit.tar import Member
 
 SHARDS = "shards.json"
 SAMPLES = "samples.parquet"
+SIZES = "sizes.json"  # samples by shard name, where open_clip's loader looks for them
 FORMAT = 1
 Bad = dict[str, str]  # one thing that `verify` found: shard, key, uid, reason
 

@@ -25,7 +25,7 @@ from core.runner import run_units
 from core.storage import Folder
 from core.work import fingerprint, open_stage, read_settings
 from shardkit.config import ShardConfig
-from shardkit.index import SAMPLES, SHARDS, Shard, ShardList, index_name, read_shard_list
+from shardkit.index import SAMPLES, SHARDS, SIZES, Shard, ShardList, index_name, read_shard_list
 from shardkit.plan import PLANS, VIEWS, write_plans
 from shardkit.write import NOTE, PackShard, join_parts, part_name
 
@@ -227,6 +227,7 @@ def describe(folder: Folder, home: str, units: list[Unit], config: ShardConfig) 
         join_parts(parts(), path)
     shards = [Shard(**note["shard"]) for note in notes]
     ranks = _write_rank_lists(folder, home, shards, config.ranks) if home.startswith("shards") and config.ranks else []
+    folder.write(f"{home}/{SIZES}", json.dumps({shard.name: shard.samples for shard in shards}, indent=1).encode())
     listed = ShardList(shards, config.fingerprint(), ranks, folder.sha256(f"{home}/{SAMPLES}"))
     folder.write(f"{home}/{SHARDS}", listed.dump())
     left_out = [row for note in notes for row in note["left_out"]]

@@ -14,18 +14,19 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from core.errors import ConfigError, DataError, InputError, WorkFolderError
-from core.images import decode, read_header
+from core.errors import ConfigError, DataError, InputError, StorageError, WorkFolderError
+from core.images import decode, encode_jpeg, read_header
 from core.schema import sample_schema
 from core.storage import Folder
-from core.work import fingerprint
+from core.work import fingerprint, locked
 from shardkit.config import ShardConfig
 from shardkit.index import Shard, read_dali_index
 from shardkit.pack import rank_lists, run
-from shardkit.plan import shard_sizes
+from shardkit.plan import shard_sizes, shard_sizes_by_bytes
 from shardkit.tar import scan
 from shardkit.write import sample_key
 from tests.shardkit.parts import World, contents, jpeg, small_world
@@ -61,7 +62,7 @@ def test_every_kept_caption_and_picture_arrives_once(packed: tuple[World, dict[s
         by_uid = {p["uid"]: p for p in world.pairs}
         for row in rows(world.work, home):
             assert row["captions"] == [by_uid[uid]["caption"] for uid in row["uids"]]
-            assert row["uid"] == row["uids"][0] == row["key"]
+            assert row["uid"] == row["uids"][0] == row["key"] and row["caption"] == row["captions"][0]
     assert summary["samples"] == summary["copied"] == len(rows(world.work)) == 46
     assert summary["holdout"]["samples"] == 6
     assert summary["shards"] == 4  # 46 in shards of at most 15, and a multiple of 2 ranks
@@ -113,10 +114,17 @@ def test_shards_share_out_equally_over_ranks(ranks: int, samples: int) -> None:
     assert max(per_rank) - min(per_rank) <= 1
 
 
-def test_two_runs_and_two_workers_write_the_same_bytes(packed: tuple[World, dict[str, Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how", [{"workers": 1}, {"workers": 2}, {"workers": 4}, {"workers": 2, "engine": "ray"}], ids=str
+)
+def test_two_runs_write_the_same_bytes_whoever_works(
+    packed: tuple[World, dict[str, Any]], tmp_path: Path, how: dict[str, Any]
+) -> None:
+    if "engine" in how:
+        pytest.importorskip("ray", reason="Ray is an extra")
     world, _ = packed
     small_world(tmp_path).write()
-    shard(tmp_path, ranks=2, workers=2)
+    shard(tmp_path, ranks=2, **how)
     for home in ("shards", "holdout"):
         assert contents(tmp_path / home) == contents(world.work / home)
 
@@ -242,6 +250,103 @@ def test_keys_have_no_dots_spaces_or_slashes() -> None:
         assert len(sample_key(uid)) == 32 and sample_key(uid).isalnum()
 
 
+# ---- several sizes, shards by bytes -----------------------------------------------------------------------------------
+
+
+def test_several_sizes_are_the_sets_that_each_would_be_alone(tmp_path: Path) -> None:
+    def world(name: str) -> Path:
+        made = World(tmp_path / name)
+        for number in range(14):
+            made.add(number, [f"picture {number}"], body=jpeg(number, 320, 240), holdout=number % 5 == 0)
+        made.add(14, ["small"], body=jpeg(14))
+        made.add(15, ["broken"], body=jpeg(15, 320, 160)[:-900])
+        return made.write()
+
+    both = shard(world("both"), size=(32, 120), ranks=2)
+    for size, suffix in ((32, ""), (120, "-120")):
+        alone = world(f"alone{size}")
+        shard(alone, size=(size,), ranks=2)
+        for kind in ("shards", "holdout"):
+            ours, theirs = contents(tmp_path / "both" / f"{kind}{suffix}"), contents(alone / kind)
+            assert {k: v for k, v in ours.items() if k != "shards.json"} == {
+                k: v for k, v in theirs.items() if k != "shards.json"
+            }
+    assert both["sets"]["shards-120"]["samples"] == both["samples"] == 12
+    assert both["sets"]["holdout-120"]["samples"] == both["holdout"]["samples"] == 3
+    assert {min(r["width"], r["height"]) for r in rows(tmp_path / "both", "shards-120")} == {120, 32}
+    shutil.rmtree(tmp_path / "both/shards-120")
+    shard(tmp_path / "both", size=(32, 120), ranks=2)  # gone: made again
+    assert len(rows(tmp_path / "both", "shards-120")) == 12
+    shard(tmp_path / "both", size=(32,), fresh=True)
+    assert not list((tmp_path / "both").glob("*-120"))
+    with pytest.raises(ConfigError, match="expected each --size once"):
+        shard(tmp_path / "both", size=(32, 32))
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 3, 8])
+def test_shards_by_bytes_hold_no_more(ranks: int) -> None:
+    rng = np.random.default_rng(ranks)
+    for samples in (1, 9, 5000):
+        if samples < ranks:
+            continue
+        sample_bytes = rng.integers(1_000, 90_000, samples)
+        sizes = shard_sizes_by_bytes(sample_bytes, 4_000_000, ranks)
+        each = [int(part.sum()) for part in np.split(sample_bytes, np.cumsum(sizes)[:-1])]
+        assert sum(sizes) == samples and min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+        assert not ranks or len(sizes) % ranks == 0
+        assert max(each) <= 4_000_000
+        assert len(sizes) <= 1.2 * sample_bytes.sum() / 4_000_000 + max(ranks, 1)
+    assert len(shard_sizes_by_bytes(np.array([10**6] * 4), 10, 0)) == 4  # one sample a shard is the end
+
+
+def test_no_shard_is_ever_empty() -> None:
+    for samples in range(1, 40):
+        for ranks in range(1, samples + 1):
+            for most in (1, 2, 7):
+                sizes = shard_sizes(samples, most, ranks)
+                assert sum(sizes) == samples and min(sizes) >= 1 and len(sizes) % ranks == 0
+
+
+def test_megabytes_bound_the_tars(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    rng = np.random.default_rng(0)
+    for number in range(60):
+        side = int(rng.integers(8, 40)) * 8
+        world.add(number, [f"picture {number} " + "word " * int(rng.integers(0, 400))], body=noise(number, side))
+    summary = shard(world.write(), mb_per_shard=1, size=(999,))
+    tars = [path.stat().st_size for path in (tmp_path / "shards").glob("*.tar")]
+    assert max(tars) <= 1_000_000 and len(tars) == summary["shards"] <= 2 * sum(tars) / 1e6
+    assert summary["samples"] == summary["copied"] == 60
+
+
+def noise(number: int, side: int) -> bytes:
+    rng = np.random.default_rng(number)
+    return encode_jpeg(rng.integers(0, 256, (side, side, 3), dtype=np.uint8), 90)
+
+
+# ---- strange captions -------------------------------------------------------------------------------------------------
+
+
+def test_captions_of_any_kind_arrive_as_they_are(tmp_path: Path) -> None:
+    captions = [
+        "x" * 3_000_000,
+        "“ünï” 🦊 漢字 \u202e",
+        "nul \x00 inside",
+        'quote " and \\ back',
+        "two\nlines\ttab",
+        " ",
+    ]
+    world = World(tmp_path)
+    for number, caption in enumerate(captions):
+        world.add(number, [caption])
+    shard(world.write())
+    assert sorted(row["caption"] for row in rows(tmp_path)) == sorted(captions)
+    found = members(tmp_path)
+    for row in rows(tmp_path):
+        assert found[f"{row['key']}.txt"].decode() == row["caption"]
+        assert json.loads(found[f"{row['key']}.json"])["captions"] == [row["caption"]]
+
+
 # ---- kill -9 ----------------------------------------------------------------------------------------------------------
 
 # It kills itself before a given member, so that on any machine it dies in the middle of a shard.
@@ -293,6 +398,45 @@ def test_a_killed_run_continues_to_the_same_bytes(tmp_path: Path, parts: int) ->
         assert contents(killed / home) == contents(undisturbed / home)
     for path in finished:  # what was finished was not written again
         assert (killed / f"shards/{path.stem}.tar").stat().st_mtime_ns == tars[path.stem]
+
+
+def test_a_run_killed_between_tar_and_index_writes_that_shard_again(
+    packed: tuple[World, dict[str, Any]], tmp_path: Path
+) -> None:
+    work = tmp_path / "work"
+    shutil.copytree(packed[0].work, work)
+    before = contents(work / "shards")
+    for name in ("done.json", "shards.json", "samples.parquet", "00002.idx"):
+        (work / "shards" / name).unlink()
+    shard(work, ranks=2)
+    assert contents(work / "shards") == before
+
+
+# Files end at 6,000 bytes for it, as they would on a full disk; Python ignores the signal, so that writes fail instead.
+_LIMITED = """
+import resource, sys
+from shardkit.config import ShardConfig
+from shardkit.pack import run
+resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+run(ShardConfig(work=sys.argv[1], workers=int(sys.argv[2]), samples_per_shard=15))
+"""
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_full_disk_is_a_sentence_and_leaves_no_half_file(tmp_path: Path, workers: str) -> None:
+    work = small_world(tmp_path).write()
+    command = [sys.executable, "-c", _LIMITED, str(work), workers]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True)
+    assert done.returncode == 1 and StorageError.__name__ in done.stderr.splitlines()[-1]
+    assert not list(work.glob("shards/*.tar")) and not (work / "shards/shards.json").exists()
+    assert shard(work)["samples"] == 46
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    work = small_world(tmp_path).write()
+    with locked(work / ".lock", str(work), "--work"), pytest.raises(WorkFolderError, match="in use by another run"):
+        shard(work)
+    assert shard(work)["samples"] == 46
 
 
 # ---- bad input --------------------------------------------------------------------------------------------------------
