@@ -110,7 +110,7 @@ def of_variants(pictures: list[Image.Image], originals: tuple[U8, U8]) -> dict[s
         edges = phash.image_edges(
             np.concatenate((originals[0], direct)), np.concatenate((originals[1], mirrored)), RADIUS
         )
-        joined = np.count_nonzero((edges.b - edges.a == count) & (edges.a < count))
+        joined = int(np.count_nonzero((edges.b - edges.a == count) & (edges.a < count)))
         bits = np.minimum(*(np.bitwise_count(x ^ direct).sum(axis=1, dtype=np.int64) for x in originals))
         result[name] = {
             "median": float(np.median(bits)),

@@ -50,7 +50,7 @@ def caption_edges(minhashes: Columns, sets: Sets, threshold: float) -> Edges:
         *band, first, second = minhashes([k % PERMUTATIONS for k in range(start, start + rows + 2)])
         crowd, keys = bands.buckets(bands.fold_columns(band))
         pairs = bands.candidates(crowd, keys, functools.partial(_nearness, first, second))
-        found = bands.merged(found, _of_like_size(pairs, sets.sizes, floor))
+        found = bands.merged(found, of_like_size(pairs, sets.sizes, floor))
     a, b = bands.unpair(found)
     return Edges(a, b, jaccard(sets, a, b)).at_least(floor)
 
@@ -60,7 +60,7 @@ def _nearness(first_S: U32, second_S: U32, which: I64) -> U64:
     return (first_S[which].astype(np.uint64) << np.uint64(32)) | second_S[which]
 
 
-def _of_like_size(pairs: U64, sizes: I64, threshold: float) -> U64:
+def of_like_size(pairs: U64, sizes: I64, threshold: float) -> U64:
     """Only pairs whose sizes allow the threshold: |A & B| / |A | B| is at most min / max."""
     a, b = bands.unpair(pairs)
     return pairs[np.minimum(sizes[a], sizes[b]) >= threshold * np.maximum(sizes[a], sizes[b])]

@@ -6,23 +6,23 @@ a sampled one are found without MinHash, through rare words.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dedup import bands
-from dedup.match import Edges, jaccard
+from dedup.match import Edges, jaccard, of_like_size
 from dedup.tokens import Sets, segments
 
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 
-SAMPLE = 2000  # sets
+SAMPLE = 1000  # sets
 _BINS = 1 << 20  # of words by their lowest bits: enough to tell rare from frequent
-_AT_ONCE = 1 << 16  # sets
+_LOW = np.uint32(_BINS - 1)
+_AT_ONCE = 1 << 20  # words of the data
 
 
 def near(sets: Sets, at_least: float) -> Edges:
@@ -32,18 +32,21 @@ def near(sets: Sets, at_least: float) -> Edges:
     Complete: two such sets share at least `at_least` of the words of either, so one of any len - at_least * len + 1 of them,
     for which the rarest are taken.
     """
-    counts = np.zeros(_BINS, np.int64)
-    for flat, _, _ in _pieces(sets):
-        counts += np.bincount(flat & np.uint32(_BINS - 1), minlength=_BINS)
-    words, owners = _probes(sets, counts, at_least)
+    words, owners = _probes(sets, at_least)
     probed = np.zeros(_BINS, bool)
-    probed[words & np.uint32(_BINS - 1)] = True
+    probed[words & _LOW] = True
+    present = np.flatnonzero(sets.sizes)
+    present = present[np.argsort(sets.starts[present])]
     found = [np.zeros(0, np.uint64)]
-    for flat, offsets, first in _pieces(sets):
-        hits = np.flatnonzero(probed[flat & np.uint32(_BINS - 1)])
-        there, which = bands.meeting(flat[hits], words)
-        found.append(bands.pair_keys(np.searchsorted(offsets, hits[there], "right") - 1 + first, owners[which]))
-    a, b = bands.unpair(bands.ascending(np.concatenate(found)))
+    for first in range(0, len(sets.flat), _AT_ONCE):
+        some = sets.flat[first : first + _AT_ONCE]
+        hits = np.flatnonzero(probed[some & _LOW])
+        there, which = bands.meeting(some[hits], words)
+        at = hits[there] + first
+        holder = present[np.searchsorted(sets.starts[present], at, "right") - 1]
+        inside = at < sets.starts[holder] + sets.sizes[holder]
+        found.append(bands.pair_keys(holder[inside], owners[which[inside]]))
+    a, b = bands.unpair(of_like_size(bands.ascending(np.concatenate(found)), sets.sizes, at_least))
     edges = Edges(a, b, jaccard(sets, a, b)).at_least(at_least)
     asked = np.arange(min(SAMPLE, len(sets.sizes)))
     ones = np.ones(len(asked), np.float32)
@@ -51,19 +54,16 @@ def near(sets: Sets, at_least: float) -> Edges:
     return Edges(a, b, np.concatenate((edges.similarity, ones)))
 
 
-def _pieces(sets: Sets) -> Iterator[tuple[U32, I64, int]]:
-    """(words, offsets, number of the first set) of some sets at a time."""
-    for first in range(0, len(sets.sizes), _AT_ONCE):
-        some = slice(first, first + _AT_ONCE)
-        yield *segments(sets.flat, sets.starts[some], sets.sizes[some]), first
+def _probes(sets: Sets, at_least: float) -> tuple[U32, I64]:
+    """The rarest words of each sampled set, as many as its near sets cannot all lack, and the set of each.
 
-
-def _probes(sets: Sets, counts: I64, at_least: float) -> tuple[U32, I64]:
-    """The rarest words of each sampled set, as many as its near sets cannot all lack, and the set of each."""
+    Any choice of that many is right; how rare a word is, is judged by some of the data.
+    """
+    counts = np.bincount(sets.flat[:_AT_ONCE] & _LOW, minlength=_BINS)
     sizes = sets.sizes[:SAMPLE]
     words, offsets = segments(sets.flat, sets.starts[:SAMPLE], sizes)
     owners = np.repeat(np.arange(len(sizes)), sizes)
-    order = np.lexsort((words, counts[words & np.uint32(_BINS - 1)], owners))
+    order = np.lexsort((words, counts[words & _LOW], owners))
     place = np.arange(len(words)) - np.repeat(offsets[:-1], sizes)
     enough = sizes - np.ceil(at_least * sizes - 1e-9).astype(np.int64) + 1
     chosen = order[place < np.repeat(enough, sizes)]

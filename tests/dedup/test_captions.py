@@ -247,3 +247,40 @@ def test_a_table_that_goes_bad_on_the_way_is_named(tmp_path: Path) -> None:
     for name in ("*.parquet", "long.csv", "long.jsonl"):
         with pytest.raises(InputError, match="cannot be read; DuckDB says"):
             decide(tmp_path / "work", captions=str(tmp_path / name), fresh=True)
+
+
+def test_captions_in_pieces_give_what_they_give_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    captions = pa.array([*planted(300), "", "一个女人", None, "x" * 300, "a supercalifragilistic word, twice: word"])
+    whole, set_keys, caption_keys = as_sets(captions)
+    monkeypatch.setattr("dedup.tokens._CAPTIONS", 7)
+    parts, *keys = as_sets(captions)
+    assert [k.tolist() for k in keys] == [set_keys.tolist(), caption_keys.tolist()]
+    for i in range(len(captions)):
+        ours, theirs = (s.flat[s.starts[i] : s.starts[i] + s.sizes[i]].tolist() for s in (parts, whole))
+        assert ours == theirs
+
+
+def test_words_are_told_apart_in_every_byte() -> None:
+    words = ["a" * n for n in range(1, 40)] + ["a" * n + "b" + "a" * (30 - n) for n in range(31)]
+    assert len(set(tokenise(pa.array(words)).flat.tolist())) == len(words)
+    assert len(set(tokenise(pa.array([" ".join(words)])).flat.tolist())) == len(words)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        ("red dress", "Dress, red!", True),  # the same words
+        ("red dress", "red shirt", False),
+        ("a red summer dress", "a red summer dress sale", False),  # 4 of 5 words are 0.8, but too few to tell
+        ("a long red summer dress", "a long red summer dress sale", True),
+        ("photo", "photo", True),
+        ("", "", False),
+        ("…", "…", False),
+        ("一个女人", "一个男人", False),  # three pairs of characters: a short caption
+        ("红裙", "红裙!", True),
+    ],
+)
+def test_short_captions_match_only_the_same_words(tmp_path: Path, first: str, second: str, same: bool) -> None:
+    write_parts(tmp_path, [pair("a", first, "http://x/a"), pair("b", second, "http://x/b")])
+    decide(tmp_path, policy="text", max_images_per_caption=1)
+    assert (len(kept(tmp_path)) == 1) is same
