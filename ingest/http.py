@@ -83,7 +83,8 @@ def parse_url(url: str) -> yarl.URL:
     except IndexError as error:  # what yarl 1.24 makes of `http://a[b@/`
         raise ValueError("stray brackets in the host") from error
     if parsed.scheme not in ("http", "https"):
-        raise ValueError(f"scheme {parsed.scheme!r} is not http(s)" if parsed.scheme else "no scheme")
+        missing = "no scheme" if text else "no URL"
+        raise ValueError(f"scheme {parsed.scheme!r} is not http(s)" if parsed.scheme else missing)
     host = parsed.raw_host or ""
     if not host:
         raise ValueError("no host")
