@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from dedup import phash
 from dedup.bands import ascending
+from dedup.clusters import first_of
 from dedup.match import Edges, jaccard
 from dedup.tokens import Sets
 
@@ -30,7 +31,11 @@ KINDS = ("minhash", "image_hash", "caption", "sha256", "url")
 
 @dataclass(frozen=True)
 class Pairs:
-    """The signatures of N pairs in order of uid, every uid once. Row numbers index all of them."""
+    """The signatures of N pairs in order of uid, every uid once. Row numbers index all of them.
+
+    What depends on no setting (who has the same URL, bytes, words, hash) takes sorting; `prepared` puts it into the table,
+    where it is found from then on.
+    """
 
     table: pa.Table
 
@@ -54,37 +59,67 @@ class Pairs:
     def set_key(self) -> U64:
         return self.numbers("set_key").astype(np.uint64)
 
+    def prepared(self) -> pa.Table:
+        """The table with the columns `url_row`, `body_row`, `text_row`, `set_number` and `hash_row`."""
+        columns = {
+            "url_row": self.url, "body_row": self.body, "text_row": self.same_text, "set_number": self.set_number,
+            "hash_row": self.hash_row,
+        }  # fmt: skip
+        table = self.table
+        for name, values in columns.items():
+            table = table.append_column(name, pa.array(values))
+        return table
+
     @cached_property
     def url(self) -> I64:
         """The first row with the same URL; pairs without one are told apart by the bytes of their picture."""
-        keys = self._first("url_key")
-        return np.where(self._known("url_key"), keys, self.body)
+        return self._noted("url_row", lambda: np.where(self._known("url_key"), self._first("url_key"), self.body))
 
     @cached_property
     def body(self) -> I64:
         """The first row whose picture has the same bytes."""
-        return self._first("bytes_key")
+        return self._noted("body_row", lambda: self._first("bytes_key"))
+
+    @cached_property
+    def same_text(self) -> I64:
+        """The first row with the same normalised caption; its own where a caption has no words."""
+        return self._noted("text_row", lambda: np.where(self.text == 0, np.arange(len(self)), first_of(self.text)))
+
+    @cached_property
+    def set_number(self) -> I64:
+        """Which of the distinct set keys, in ascending order, each pair's is."""
+        return self._noted("set_number", lambda: np.unique(self.set_key, return_inverse=True)[1].astype(np.int64))
+
+    @property
+    def set_keys(self) -> U64:
+        """The distinct set keys, ascending."""
+        keys = np.zeros(int(self.set_number.max(initial=-1)) + 1, np.uint64)
+        keys[self.set_number] = self.set_key
+        return keys
 
     @cached_property
     def hash_row(self) -> I64:
         """Which of `hashes` each pair's picture has; -1 for none that is of use."""
-        return self._hashes[0]
-
-    @property
-    def hashes(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """Distinct picture hashes, sorted, and their mirrored twins, [H, 32] each."""
-        return self._hashes[1], self._hashes[2]
+        return self._noted("hash_row", self._number_hashes)
 
     @cached_property
-    def _hashes(self) -> tuple[I64, npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    def hashes(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """Distinct picture hashes, sorted, and their mirrored twins, [H, 32] each."""
+        first = np.zeros(int(self.hash_row.max(initial=-1)) + 1, np.int64)
+        rows = np.flatnonzero(self.hash_row >= 0)[::-1]
+        first[self.hash_row[rows]] = rows
+        return _bytes_of(self.table["image_hash"], first), _bytes_of(self.table["image_hash_mirrored"], first)
+
+    def _number_hashes(self) -> I64:
         rows = np.flatnonzero(self._known("image_hash") & self._known("image_hash_mirrored"))
-        direct, mirrored = _bytes_of(self.table["image_hash"], rows), _bytes_of(self.table["image_hash_mirrored"], rows)
+        direct = _bytes_of(self.table["image_hash"], rows)
         good = phash.usable(direct)
-        rows, direct, mirrored = rows[good], direct[good], mirrored[good]
-        _, first, inverse = np.unique(direct.view("V32").ravel(), return_index=True, return_inverse=True)
         which = np.full(len(self), -1, np.int64)
-        which[rows] = inverse
-        return which, direct[first], mirrored[first]
+        which[rows[good]] = np.unique(direct[good].view("V32").ravel(), return_inverse=True)[1]
+        return which
+
+    def _noted(self, name: str, make: Callable[[], I64]) -> I64:
+        return self.numbers(name).astype(np.int64) if name in self.table.column_names else make()
 
     def _known(self, name: str) -> npt.NDArray[np.bool_]:
         return np.asarray(self.table[name].is_valid().to_numpy())
@@ -110,6 +145,7 @@ class Likeness:
 
     pairs: Pairs
     sets_of: Callable[[U64], Sets]
+    _latest: list[tuple[U64, Sets]] = field(default_factory=list)
 
     def image(self, a: I64, b: I64) -> F32:
         return self._image(a, b)[0]
@@ -138,12 +174,22 @@ class Likeness:
         kind[same] = KINDS.index("caption")
         other = np.flatnonzero(similarity == 0)
         wanted = ascending(np.concatenate((keys_a[other], keys_b[other])))
-        sets = self.sets_of(wanted)
+        sets = self._sets(wanted)
         if len(wanted):
             similarity[other] = jaccard(
                 sets, np.searchsorted(wanted, keys_a[other]), np.searchsorted(wanted, keys_b[other])
             )
         return similarity, kind
+
+    def _sets(self, wanted: U64) -> Sets:
+        """The sets with these sorted keys; what one comparison asks for, the next ones mostly ask for again."""
+        if self._latest:
+            keys, sets = self._latest[0]
+            at = np.minimum(np.searchsorted(keys, wanted), max(len(keys) - 1, 0))
+            if len(keys) and np.array_equal(keys[at], wanted):
+                return Sets(sets.flat, sets.starts[at], sets.sizes[at])
+        self._latest[:] = [(wanted, self.sets_of(wanted))]
+        return self._latest[0][1]
 
     def of_removals(self, decisions: Decisions) -> tuple[pa.Array, pa.Array]:
         """Evidence and similarity of each pair that has a survivor: of the looser side where it rests on both."""

@@ -22,7 +22,7 @@ from core.runner import cores
 from core.storage import Folder
 from core.work import fingerprint, open_stage
 from dedup import against, balance, bands, captions, evalsets, filters, oracle, policy, store
-from dedup.clusters import components, first_of
+from dedup.clusters import components, smallest_of
 from dedup.config import DedupConfig
 from dedup.evidence import Likeness, Pairs, image_groups
 from dedup.publish import CLUSTERS, DECISIONS, publish
@@ -140,7 +140,7 @@ class _Decider:
 
     def run(self, verdicts: Verdicts | None, sets: list[evalsets.Items]) -> dict[str, Any]:
         """Decide, publish unless it is a dry run, and sum up."""
-        pairs, rows, read = store.load_pairs(self.connection, self.folder)
+        pairs, rows, read = store.load_pairs(self.connection, self.folder, self.of)
         verdicts = None if verdicts is None else verdicts.take(rows)
         groups, measured = self._groups(pairs)
         likeness = Likeness(pairs, lambda keys: store.load_sets(self.folder, keys))
@@ -177,14 +177,12 @@ class _Decider:
         hashes, mirrored = pairs.hashes
         pictures = store.image_edges(self.folder, hashes, mirrored)
         image = components(len(pairs), *image_groups(pairs, pictures.at_least(1 - config.image_bits / 256)))
-        rows = np.arange(len(pairs))
-        text = np.where(pairs.text == 0, rows, first_of(pairs.text))
-        keys, first, inverse = np.unique(pairs.set_key, return_index=True, return_inverse=True)
+        keys = pairs.set_keys
         found = store.caption_edges(self.folder, keys, config.threshold, self.of)
         similar, sample = (edges.at_least(config.threshold) for edges in found)
         of_set = components(len(keys), similar.a, similar.b)
-        caption = np.where(pairs.set_key == 0, rows, components(len(pairs), rows, first[of_set[inverse]]))
-        return policy.Groups(pairs.url, image, text, caption), oracle.measured(sample, similar, of_set)
+        caption = np.where(pairs.set_key == 0, np.arange(len(pairs)), smallest_of(of_set[pairs.set_number]))
+        return policy.Groups(pairs.url, image, pairs.same_text, caption), oracle.measured(sample, similar, of_set)
 
     def _conditions(
         self, decisions: policy.Decisions, free: Mask, pairs: Pairs, rows: I64, verdicts: Verdicts | None,

@@ -142,15 +142,27 @@ def clusters(decisions: Decisions, groups: Groups, policy: str) -> I64:
 
 def urls_of(label: I64, url: I64) -> I64:
     """How many URLs the group named by each row number has; 0 for row numbers that name none."""
-    first = joined(label, url) == np.arange(len(label))
-    return np.bincount(label[first], minlength=len(label)).astype(np.int64)
+    size = np.bincount(label, minlength=len(label))
+    result = (size == 1).astype(np.int64)
+    rows = np.flatnonzero(size[label] > 1)  # mostly few, and telling URLs apart sorts them
+    first = joined(label[rows], url[rows]) == np.arange(len(rows))
+    return result + np.bincount(label[rows[first]], minlength=len(label))
+
+
+def in_company(*labels: I64) -> Mask:
+    """Which rows share a group of any of these labels with another row."""
+    found = np.zeros(len(labels[0]), bool)
+    for label in labels:
+        found |= np.bincount(label, minlength=1)[label] > 1
+    return found
 
 
 class _Policy:
     def __init__(
         self, decisions: Decisions, free: Mask, groups: Groups, rank: I64, rules: Rules, image: Compare, caption: Compare
     ) -> None:  # fmt: skip
-        self.decisions, self.free, self.groups, self.rank, self.rules = decisions, free, groups, rank, rules
+        self.decisions, self.groups, self.rank, self.rules = decisions, groups, rank, rules
+        self.free = free & in_company(groups.image, groups.caption)  # no rule drops a pair that is like no other
         self.image_like, self.caption_like = image, caption
 
     def _rows(self) -> I64:

@@ -56,7 +56,9 @@ def publish(
     with folder.staged(CLUSTERS) as path:
         pq.write_table(_cluster_table(uid, groups, decisions), path)
     with folder.staged(DECISIONS) as path:
-        pq.write_table(pa.Table.from_arrays(columns, schema=decision_schema()), path, compression="zstd")
+        table = pa.Table.from_arrays(columns, schema=decision_schema())
+        # uids repeat too seldom for dictionaries, and zstd would take longer than deciding
+        pq.write_table(table, path, compression="snappy", use_dictionary=["reason", "evidence"])
 
 
 def _with_matches(

@@ -126,7 +126,8 @@ def opened(folder: Folder, name: str) -> Iterator[pq.ParquetFile]:
             yield pq.ParquetFile(raw)
         except (pa.ArrowInvalid, OSError) as error:
             raise DataError(
-                f"{folder.path(name)} is not a whole Parquet file ({error}); delete it and run `pairmill {_maker(folder, name)}` again"
+                f"{folder.path(name)} is not a whole Parquet file ({error}); delete it and run "
+                f"`pairmill {_maker(folder, name)}` again"
             ) from error
 
 

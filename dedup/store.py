@@ -35,11 +35,22 @@ _MARK = b"pairmill.edges"
 TOKENS = ("set_key", "tokens")
 
 
-def load_pairs(connection: duckdb.DuckDBPyConnection, folder: Folder) -> tuple[Pairs, I64, int]:
+def load_pairs(connection: duckdb.DuckDBPyConnection, folder: Folder, of: str) -> tuple[Pairs, I64, int]:
     """Signatures in order of uid, each uid once; which rows of the order (uid, unit, row) they are; how many there were.
 
-    A row of the list that repeats another's uid says nothing new: the first stands for it.
+    A row of the list that repeats another's uid says nothing new: the first stands for it. The sorted table is kept, for
+    signatures that `of` tells apart.
     """
+    name, mark = "dedup/edges/pairs.parquet", f"{VERSION} {of}".encode()
+    table = _read_marked(folder, name, mark)
+    if table is None:
+        table = _sorted_pairs(connection, folder)
+        _write_marked(folder, name, mark, table)
+    places, copies = (table[column].to_numpy() for column in ("place", "copies"))
+    return Pairs(table), places, int(copies.sum())
+
+
+def _sorted_pairs(connection: duckdb.DuckDBPyConnection, folder: Folder) -> pa.Table:
     source = catalog.literal(folder, "dedup/signatures/*.parquet")
     sql = f"""SELECT * FROM read_parquet({source}) ORDER BY uid, unit, "row" """
     table: Any = connection.sql(sql).to_arrow_table()
@@ -48,7 +59,9 @@ def load_pairs(connection: duckdb.DuckDBPyConnection, folder: Folder) -> tuple[P
     if len(uid) > 1:
         new[1:] = pc.not_equal(uid[1:], uid[:-1]).to_numpy(zero_copy_only=False)
     rows = np.flatnonzero(new)
-    return Pairs(table.take(pa.array(rows)) if len(rows) < len(new) else table), rows, len(new)
+    table = Pairs(table.take(pa.array(rows)) if len(rows) < len(new) else table).prepared()
+    copies = np.diff(np.append(rows, len(new)))
+    return table.append_column("place", pa.array(rows)).append_column("copies", pa.array(copies))
 
 
 def load_captions(connection: duckdb.DuckDBPyConnection, folder: Folder, parts: str) -> pa.ChunkedArray:

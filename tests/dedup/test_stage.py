@@ -102,6 +102,20 @@ def test_boilerplate_raises_an_alarm(tmp_path: Path, caplog: pytest.LogCaptureFi
     write_parts(tmp_path, [pair(f"p{i:03d}", "image may contain: person", f"http://x/{i}") for i in range(120)])
     decide(tmp_path)
     assert "120 pairs say nearly the same as 'image may contain: person'" in caplog.text
+    assert "120 captions are a machine's description" in caplog.text
+
+
+def test_file_names_as_captions_raise_an_alarm_though_no_two_are_alike(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ["IMG_{}.JPG", "dsc0{}", "holiday-{}.jpeg", "Image {}"]
+    rows = [pair(f"p{i:03d}", names[i % 4].format(100 + i), f"http://x/{i}") for i in range(104)]
+    rows += [
+        pair(f"q{i}", c, f"http://x/q{i}") for i, c in enumerate(("image of 3 dogs", "a file named x.jpg", "", "1"))
+    ]
+    write_parts(tmp_path, rows)
+    assert decide(tmp_path)["boilerplate"] == {"file names": 104}
+    assert "104 captions are file names" in caplog.text
 
 
 def test_pairs_without_hashes_urls_or_captions(tmp_path: Path) -> None:
@@ -125,7 +139,12 @@ def test_bad_input_gets_one_sentence(tmp_path: Path) -> None:
     write_parts(tmp_path, _rows(20), sizes=[10])
     part = tmp_path / "ingest" / "parts" / "u000001.parquet"
     part.write_bytes(part.read_bytes()[:-200])
-    with pytest.raises(DataError, match=r"u000001.parquet is not a whole Parquet file.*delete it"):
+    with pytest.raises(
+        DataError, match=r"u000001.parquet is not a whole Parquet file.*delete it and run `pairmill ingest`"
+    ):
+        decide(tmp_path)
+    (tmp_path / "ingest" / "verb").write_text("adopt")
+    with pytest.raises(DataError, match="run `pairmill adopt` again"):
         decide(tmp_path)
     table = tmp_path / "empty.parquet"
     pq.write_table(pa.table({"caption": pa.array([], pa.string())}), table)
