@@ -532,4 +532,4 @@ def _resample(pixels: Pixels, target: tuple[int, int]) -> Pixels:
     source = simd.ImageData(width, height, simd.PixelType.U8x3, pixels.tobytes())
     small = simd.ImageData(target[1], target[0], simd.PixelType.U8x3)
     simd.Resizer().resize(source, small, options)
-    return np.frombuffer(bytearray(small.get_buffer()), np.uint8).reshape(*target, 3)
+    return np.frombuffer(small.get_buffer(), np.uint8).reshape(*target, 3)  # read-only: one copy less
