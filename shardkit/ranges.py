@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 from core.storage import Folder
 
@@ -12,10 +13,13 @@ OPEN_FILES = 256  # well below the usual limit of 1024 a process
 
 
 class RangeReader:
-    """Reads ranges of a folder's files; local ones through a bounded cache of descriptors."""
+    """Reads ranges of a folder's files; local ones through a bounded cache of descriptors.
 
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
+    Remote ones become local through `cached`, where it is given: from a file's name to a path on this machine.
+    """
+
+    def __init__(self, folder: Folder, cached: Callable[[str], str] | None = None) -> None:
+        self._folder, self._cached = folder, cached
         self._open: OrderedDict[str, _Descriptor] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -27,12 +31,19 @@ class RangeReader:
         """
         path = self._folder.path(name)
         if "://" in path:
-            return self._folder.read_range(name, offset, size)
+            if self._cached is None:
+                return self._folder.read_range(name, offset, size)
+            path = self._cached(name)
         descriptor = self._descriptor(path)
         data = os.pread(descriptor.number, size, offset)
         while len(data) < size and (more := os.pread(descriptor.number, size - len(data), offset + len(data))):
             data += more
         return data
+
+    def forget(self, path: str) -> None:
+        """Close a file, so that the next reader opens what is there by then."""
+        with self._lock:
+            self._open.pop(path, None)
 
     def _descriptor(self, path: str) -> _Descriptor:
         with self._lock:

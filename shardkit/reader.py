@@ -7,12 +7,14 @@ part of each global batch of an `EpochOrder`, in order.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -20,13 +22,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from core.errors import InputError, RunError
+from core.errors import ConfigError, InputError, RunError
+from shardkit.cache import ShardCache, user_cache
 from shardkit.lanes import EpochOrder
 from shardkit.mixture import Mixture
 from shardkit.opening import OnBad, Opened, encoded, open_sets
 from shardkit.ranges import RangeReader
 
-__all__ = ["Batch", "BatchReader", "EpochOrder", "Mixture", "Sample", "ShardSet"]
+__all__ = ["Batch", "BatchReader", "EpochOrder", "Mixture", "Sample", "ShardCache", "ShardSet", "user_cache"]
+
+FETCHES = 8  # shards fetched at a time: one stream from an object store gives 50 to 100 MB/s
+AHEAD = 32  # steps whose shards are fetched before they are read
 
 log = logging.getLogger("pairmill.shardkit")
 Int64 = npt.NDArray[np.int64]
@@ -74,7 +80,7 @@ class ShardSet:
         reading: the shard that each thread (by its ident) is reading now.
     """
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: Opened, cache: ShardCache | None = None) -> None:
         self.folder, self.shards, self.fingerprint = opened.folder, opened.shards, opened.fingerprint
         self.shard_sizes: Int64 = np.array([s.samples for s in self.shards], dtype=np.int64)
         self.set_sizes = np.split(self.shard_sizes, np.cumsum(opened.sets)[:-1])
@@ -82,7 +88,10 @@ class ShardSet:
         self.bytes_read, self.read_s = 0, 0.0
         self.reading: dict[int, str] = {}
         self._lock = threading.Lock()
-        self._files = RangeReader(self.folder)
+        remote = any("://" in self.folder.path(shard.name) for shard in self.shards)
+        self.cache = cache if remote else None
+        self._by_name = {shard.name: shard for shard in self.shards}
+        self._files = RangeReader(self.folder, self._local if self.cache else None)
         self._load(opened.table)
 
     def _load(self, table: pa.Table) -> None:
@@ -96,6 +105,11 @@ class ShardSet:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    @property
+    def fetched(self) -> int:
+        """Bytes that came from afar so far."""
+        return self.cache.fetched if self.cache is not None else 0
+
     @classmethod
     def open(
         cls,
@@ -103,12 +117,14 @@ class ShardSet:
         *,
         check: bool = False,
         on_bad: OnBad = "stop",
+        cache: ShardCache | None = None,
     ) -> ShardSet:
         """Open folders of shards, ours or foreign; several are read as one set.
 
         Args:
             url: a folder, or a webdataset pattern of tars (`path/{00000..00007}.tar`, `path/*.tar`), or several.
             check: compare each shard's sha256 too, which reads them all.
+            cache: keeps whole shards of remote sets on a local disk; without it every picture is a request of its own.
             on_bad: `skip` leaves shards out that are missing or damaged, with a warning, and counts their samples.
 
         Raises:
@@ -116,7 +132,7 @@ class ShardSet:
             DataError: a shard is missing or is not what the index says; the message names it.
         """
         urls = [url] if isinstance(url, (str, os.PathLike)) else list(url)
-        return cls(open_sets(urls, check, on_bad))
+        return cls(open_sets(urls, check, on_bad), cache)
 
     def captions(self, index: int) -> list[str]:
         """All captions of one sample, without reading its image."""
@@ -150,7 +166,32 @@ class ShardSet:
             for i, s, (d, reason), w in zip(indices, shard_of, data, words, strict=True)
         ]  # fmt: skip
 
+    def prefetch(self, indices: Int64) -> None:
+        """Bring the shards of these samples into the cache, several at a time; what cannot be fetched is told by `read`."""
+        if self.cache is None:
+            return
+        numbers = np.unique(np.searchsorted(self._starts, indices, side="right") - 1)
+        with ThreadPoolExecutor(FETCHES) as pool:
+            for done in [pool.submit(self._local, self.shards[int(n)].name) for n in numbers]:
+                with contextlib.suppress(OSError):
+                    done.result()
+
+    def _local(self, name: str) -> str:
+        if self.cache is None or "://" not in self.folder.path(name):
+            return self.folder.path(name)
+        return str(self.cache.local(self.folder, self._by_name[name]))
+
     def _read_one(self, index: int, shard: int) -> tuple[bytes, str]:
+        """A sample's bytes, or why they cannot be trusted; what has rotted in the cache is fetched again, once."""
+        data, reason = self._read_once(index, shard)
+        if reason and self.cache is not None:
+            path = self._local(self.shards[shard].name) if len(data) else ""
+            self.cache.drop(self.folder, self.shards[shard])
+            self._files.forget(path)
+            data, reason = self._read_once(index, shard)
+        return data, reason
+
+    def _read_once(self, index: int, shard: int) -> tuple[bytes, str]:
         name, size = self.shards[shard].name, int(self._size[index])
         self.reading[threading.get_ident()] = name
         try:
@@ -230,6 +271,8 @@ class BatchReader:
             threading.Thread(target=self._work, name=f"pairmill-read-{i}", daemon=True)
             for i in range(min(threads, depth))
         ]
+        if shard_set.cache is not None:
+            self._threads.append(threading.Thread(target=self._fetch, name="pairmill-fetch", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -248,7 +291,12 @@ class BatchReader:
 
     def _take(self) -> Batch:
         with self._changed:
-            arrived = self._changed.wait_for(lambda: self._closed or self._next_out in self._ready, self.timeout_s)
+            arrived = False
+            while not arrived:
+                before = self.shard_set.fetched
+                arrived = self._changed.wait_for(lambda: self._closed or self._next_out in self._ready, self.timeout_s)
+                if not arrived and self.shard_set.fetched == before:
+                    break  # while a large shard still comes in nobody starves
             if self._closed:
                 raise RunError("the reader was closed while a batch was awaited")
             if not arrived:
@@ -278,6 +326,18 @@ class BatchReader:
             with self._changed:
                 self._ready[step] = batch
                 self._changed.notify_all()
+
+    def _fetch(self) -> None:
+        """Fetch the shards of later steps, until all have been or nobody wants them."""
+        for step in range(self._next_out, self.order.steps):
+            with self._changed:
+                self._changed.wait_for(lambda step=step: self._closed or step < self._next_out + AHEAD)  # type: ignore[misc]
+                if self._closed:
+                    return
+            try:
+                self.shard_set.prefetch(self.order.rank_indices(step, self.rank, self.ranks))
+            except ConfigError:  # the reading threads meet it too, and raise it where it is heard
+                return
 
     def _claim(self) -> int | None:
         """The next step to read, once there is room for it; None at the end of the epoch."""

@@ -24,6 +24,9 @@ class TrainConfig(StageConfig):
     when the first set has been seen once, and the others go on where they are. None mixes them by their sizes."""
     on_bad_shard: Literal["stop", "skip"] = setting("stop", stable=False)
     """What a missing or damaged shard does at the start: `stop` names it, `skip` leaves it out and counts what is lost."""
+    cache_gb: float = setting(100.0, stable=False)
+    """Gigabytes of local disk, in ~/.cache/pairmill (XDG_CACHE_HOME), that keep shards of s3:// and other URLs; all ranks of
+    a machine share them. Best is room for the whole set; local shards need none."""
     name: str = setting("main", stable=False)
     """Name of the run, a folder under WORK/runs. Other settings need another name."""
     model: str = setting("small-112")

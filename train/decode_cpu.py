@@ -28,6 +28,8 @@ GREY = 128  # of the placeholder that stands in for a picture that cannot be dec
 WINDOW_RATIO = (3 / 4, 4 / 3)
 WINDOW_TRIES = 10
 
+TASKS = 4  # of a batch for each thread, so that none waits long for the last one
+
 
 class View(NamedTuple):
     """A window of the upright picture in its pixels, whether it is mirrored, and how its colours are changed."""
@@ -52,7 +54,7 @@ class Decoder(Protocol):
     """Decodes batches to one size. Implementations: `CpuDecoder`, `decode_dali.DaliDecoder`."""
 
     def decode(self, pictures: Sequence[Picture | None]) -> tuple[Tensor, dict[int, str]]:
-        """Pixels uint8 (B, C, S, S), and the reason for each position that could not be decoded (grey there).
+        """Pixels uint8 (B, C, S, S), colours last in memory, and the reason of each one that could not be decoded (grey).
 
         None stands for a picture already known to be bad: grey, and the caller has its reason.
         """
@@ -96,7 +98,9 @@ def render(picture: Picture, size: int) -> Tensor:
     pixels = images.decode(picture.data, picture.header)[top : top + height, left : left + width]
     if not pixels.flags.writeable:  # Pillow's memory, which torch takes only under a warning
         pixels = pixels.copy()
-    window = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+    # the leading dimension comes first, because torch takes colours that lie last for what they are only in four
+    # dimensions: 147 us instead of 216 to 224 pixels, half of which was turning the result to colours first
+    window = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
     if window.shape[-2:] != (size, size):
         window = F.interpolate(window, (size, size), mode="bicubic", antialias=True, align_corners=False)
     return (window.flip(-1) if flip else window)[0]
@@ -106,24 +110,27 @@ class CpuDecoder:
     """Decodes batches on a pool of threads."""
 
     def __init__(self, size: int, threads: int) -> None:
-        self.size = size
-        self._pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="decode")
+        self.size, self.threads = size, max(1, threads)
+        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decode")
 
     def decode(self, pictures: Sequence[Picture | None]) -> tuple[Tensor, dict[int, str]]:
-        pixels_BCSS = torch.full((len(pictures), 3, self.size, self.size), GREY, dtype=torch.uint8)
+        pixels_BCSS = torch.full((len(pictures), self.size, self.size, 3), GREY, dtype=torch.uint8).permute(0, 3, 1, 2)
+        reasons: dict[int, str] = {}
 
-        def work(i: int) -> str | None:
-            picture = pictures[i]
-            if picture is not None:
-                try:
-                    pixels_BCSS[i] = render(picture, self.size)
-                    recolour(pixels_BCSS[i : i + 1], [picture.view.colour])
-                except ImageError as error:
-                    return error.detail
-            return None
+        def work(numbers: range) -> None:
+            for i in numbers:
+                picture = pictures[i]
+                if picture is not None:
+                    try:
+                        pixels_BCSS[i] = render(picture, self.size)
+                        recolour(pixels_BCSS[i : i + 1], [picture.view.colour])
+                    except ImageError as error:
+                        reasons[i] = error.detail
 
-        reasons = self._pool.map(work, range(len(pictures)))
-        return pixels_BCSS, {i: reason for i, reason in enumerate(reasons) if reason is not None}
+        # a few pictures a task: handing one over costs as much as a twentieth of its decoding
+        step = max(1, len(pictures) // (TASKS * self.threads))
+        list(self._pool.map(work, (range(i, min(i + step, len(pictures))) for i in range(0, len(pictures), step))))
+        return pixels_BCSS, dict(sorted(reasons.items()))
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

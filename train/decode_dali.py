@@ -1,6 +1,6 @@
 """The same pixels from DALI: one graph, on the GPU's decoders ("mixed") or on the CPU.
 
-    external_source (bytes, window, mirror) -> decoders.image_slice -> resize -> flip -> transpose (-> recolour, in torch)
+    external_source (bytes, window, mirror) -> decoders.image_slice -> resize -> flip (-> recolour, in torch)
 
 DALI gives up on a batch when one picture is bad, and the pipeline is dead from then on; a JPEG that ends early it fills
 with grey and says nothing. So a picture without its end marker is looked at before the batch, a batch that failed is
@@ -112,6 +112,7 @@ class DaliDecoder:
             self._pipeline.feed_input(name, values)
         out: Any = self._pipeline.run()[0]
         pixels = torch.from_numpy(np.array(out.as_array())) if self.device.type == "cpu" else self._copied(out)
+        pixels = pixels.permute(0, 3, 1, 2)
         recolour(pixels, [view.colour for view in views])
         return pixels
 
@@ -162,7 +163,7 @@ class DaliDecoder:
             square: Any = fn.resize(
                 window, resize_x=self.size, resize_y=self.size, interp_type=types.INTERP_CUBIC, antialias=True
             )
-            pipeline.set_outputs(fn.transpose(fn.flip(square, horizontal=flip), perm=[2, 0, 1]))
+            pipeline.set_outputs(fn.flip(square, horizontal=flip))
         pipeline.build()
         return pipeline
 

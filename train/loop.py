@@ -25,7 +25,7 @@ from core.errors import RunError
 from core.metrics import Jsonl
 from core.progress import Progress
 from core.runner import cores
-from shardkit.reader import ShardSet
+from shardkit.reader import ShardSet, user_cache
 from train import checkpoint
 from train.config import TrainConfig
 from train.data import Batch, Loader, Plan, Preparer, Quarantine, make_decoder
@@ -56,7 +56,8 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
         RunError: too many unreadable pictures or non-finite steps, or the loader starved.
     """
     # ---- data -------------------------------------------------------------------------------------------------------
-    shard_set = ShardSet.open(config.shards or f"{config.work}/shards", on_bad=config.on_bad_shard)
+    shards = config.shards or f"{config.work}/shards"
+    shard_set = ShardSet.open(shards, on_bad=config.on_bad_shard, cache=user_cache(config.cache_gb))
     plan = Plan.of(shard_set, config.seed, config.batch_size, config.weights)
     total = config.steps or config.epochs * plan.steps_per_epoch
     tokenizer = Tokenizer()

@@ -39,6 +39,8 @@ class Encoder(Protocol):
 
 def clean(text: str) -> str:
     """The text whose tokens open_clip takes."""
+    if text.isascii() and text.isprintable() and "&" not in text:  # which repairs and entities leave as it is
+        return " ".join(text.split()).lower()
     text = html.unescape(html.unescape(ftfy.fix_text(text)))
     return " ".join(text.split()).lower()
 

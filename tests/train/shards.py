@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ def coloured(number: int) -> tuple[np.ndarray, list[str]]:
     colour = list(COLOURS)[number % 4]
     place = PLACES[number // 4 % 4]
     pixels = photograph(number) // 3 + 80
-    half = {"left": np.s_[:, :32], "right": np.s_[:, 32:], "top": np.s_[:24], "bottom": np.s_[24:]}[place]
+    half: Any = {"left": np.s_[:, :32], "right": np.s_[:, 32:], "top": np.s_[:24], "bottom": np.s_[24:]}[place]
     pixels[half] = COLOURS[colour]
     return pixels, [f"{colour} on the {place} {number}", f"the {place} side is {colour}, picture number {number}"]
 
