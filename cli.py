@@ -24,6 +24,7 @@ from ingest.config import AdoptConfig, IngestConfig
 from report.config import AuditConfig, BrowseConfig, ReportConfig, SqlConfig
 from shardkit.config import ShardConfig, VerifyConfig
 from train.config import DiagnoseConfig, DoctorConfig, EvalConfig, ExportConfig, PlanConfig, ScoreConfig, TrainConfig
+from train.distributed import ranks_from_env
 
 Summary = dict[str, Any]
 INTERRUPTED = 130  # Typer catches Ctrl-C before `main` could, and ends with this code and no word
@@ -77,6 +78,8 @@ def _stage(module: str) -> Callable[[Any], Summary]:
 
 def _shower(module: str) -> Callable[[Summary, bool], None]:
     def show(summary: Summary, json: bool) -> None:
+        if module == "train.run" and ranks_from_env()[0]:
+            return  # under torchrun or srun every rank comes here, and one speaks for all
         if json:
             print(jsonlib.dumps(summary, default=str))
         else:
@@ -115,7 +118,7 @@ def run_recipe(
     for name, config in load_recipe(path, stages, common=common, overrides=overrides).items():
         console.rule(f"[bold]{name}", align="left")
         started = time.monotonic()
-        summary = _stage(STAGES[name][1])(config)
+        summary = _stage(STAGES[name.split()[0]][1])(config)
         summaries[name] = {"seconds": round(time.monotonic() - started, 1), **summary}
     return summaries
 
@@ -137,7 +140,7 @@ def run(
         print(jsonlib.dumps(summaries, default=str))
     else:
         for name, summary in summaries.items():
-            _print(importlib.import_module(STAGES[name][1]), summary)
+            _print(importlib.import_module(STAGES[name.split()[0]][1]), summary)
 
 
 def _demo(config: DemoConfig) -> Summary:

@@ -186,6 +186,9 @@ def load_recipe(
 ) -> dict[str, StageConfig]:
     """Read a TOML recipe: common settings at the top, then one table a stage, in any order.
 
+    A stage that runs several times has a list of tables (`[[train]]`), run in their order; they come back as `train`,
+    `train 2` and so on.
+
     `common` and `overrides` (by stage) win over what the recipe says; stages come back in the order of `stages`.
 
     Relative paths in a recipe are relative to the current folder, as on the command line. Strings that begin with `~` or
@@ -202,13 +205,13 @@ def load_recipe(
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not TOML: {error}") from error
     common_names = [f.name for f in dataclasses.fields(StageConfig)]
-    shared = {k: _expanded(v) for k, v in recipe.items() if not isinstance(v, dict)}
+    shared = {k: _expanded(v) for k, v in recipe.items() if not _tables(v)}
     for name in shared:
         if name in stages:
-            raise ConfigError(f"{path} holds {name} as a value or a list: expected one table, [{name}]")
+            raise ConfigError(f"{path} holds {name} as a value: expected a table, [{name}]")
         if name not in common_names:
             raise ConfigError(f"{path} knows no setting {name!r} at its top: {nearest(name, [*common_names, *stages])}")
-    tables = {name: table for name, table in recipe.items() if isinstance(table, dict)}
+    tables = {name: found for name, value in recipe.items() if (found := _tables(value))}
     for name in tables:
         if name not in stages:
             raise ConfigError(f"{path} knows no stage [{name}]: {nearest(name, stages)}")
@@ -216,10 +219,19 @@ def load_recipe(
         raise ConfigError(f"expected a table for each stage to run in {path}, as [ingest], found none; see examples/")
     configs: dict[str, StageConfig] = {}
     for name in (stage for stage in stages if stage in tables):
-        own = {key: _expanded(value) for key, value in tables[name].items()}
-        values = {**shared, **own, **(common or {}), **(overrides or {}).get(name, {})}
-        configs[name] = build(stages[name], values, where=f"{path} [{name}]")
+        for turn, table in enumerate(tables[name], 1):
+            own = {key: _expanded(value) for key, value in table.items()}
+            values = {**shared, **own, **(common or {}), **(overrides or {}).get(name, {})}
+            key = name if turn == 1 else f"{name} {turn}"
+            configs[key] = build(stages[name], values, where=f"{path} [{key}]")
     return configs
+
+
+def _tables(value: Any) -> list[dict[str, Any]]:
+    """A table, or a list of them, as a list; empty for a plain value."""
+    if isinstance(value, dict):
+        return [value]
+    return value if isinstance(value, list) and value and all(isinstance(v, dict) for v in value) else []
 
 
 def _expanded(value: Any) -> Any:

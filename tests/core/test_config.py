@@ -68,7 +68,9 @@ def test_recipe_reads_stages_in_their_order_not_the_files(tmp_path: Path) -> Non
         ("[a]\nhours = 2\n", "needs the setting 'flour'"),
         ('[a]\nflour = "rye"\nengine = "rya"\n', "expected one of local, ray, found 'rya'"),
         ('[a]\nflour = "rye"\nworkers = -1\n', "expected workers of at least 0"),
-        ('[[a]]\nflour = "rye"\n', "expected one table, [a]"),
+        ("a = 3\n", "as a value: expected a table, [a]"),
+        ("a = [1, 2]\n", "as a value: expected a table, [a]"),
+        ('[[a]]\nflour = "rye"\n[[a]]\nflour = 3\n', "expected str, found 3"),
         ("", "expected a table for each stage"),
         ('work = "w"\n', "expected a table for each stage"),
         ('work = ""\n[a]\nflour = "rye"\n', "expected a folder as work"),
@@ -100,3 +102,11 @@ def test_an_unset_option_differs_from_a_set_one_in_the_fingerprint_only_where_re
     two = build(BakeConfig, {"flour": "rye", "workers": 2}, where="x").fingerprint()
     other = build(BakeConfig, {"flour": "oat"}, where="x").fingerprint()
     assert one == two != other
+
+
+def test_a_list_of_tables_runs_a_stage_several_times_in_its_order(tmp_path: Path) -> None:
+    text = 'work = "w"\n[[a]]\nflour = "rye"\n[b]\nflour = "oats"\n[[a]]\nflour = "spelt"\n'
+    configs = load_recipe(recipe(tmp_path, text), {"a": BakeConfig, "b": BakeConfig}, overrides={"a": {"hours": 4.0}})
+    assert {name: config.flour for name, config in configs.items()} == {"a": "rye", "a 2": "spelt", "b": "oats"}  # type: ignore[attr-defined]
+    assert {config.hours for name, config in configs.items() if name != "b"} == {4.0}  # type: ignore[attr-defined]
+    assert all(config.work == "w" for config in configs.values())
