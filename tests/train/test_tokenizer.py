@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gzip
+import html
 import os
 import sys
 from pathlib import Path
+from random import Random
 
+import ftfy
 import numpy as np
 import pytest
 
+from bench.peers import ready
 from core.errors import ConfigError, HardwareError
 from train import tokenizer as module
 from train.tokenizer import END, START, Tokenizer, clean, load_bpe
@@ -60,6 +64,16 @@ def test_long_texts_keep_their_end_marker(tokenizer: Tokenizer, context: int) ->
 def test_cleaning_makes_these_equal(tokenizer: Tokenizer, text: str, same_as: str) -> None:
     assert clean(text) == same_as
     assert ids(tokenizer, text) == ids(tokenizer, same_as)
+
+
+def test_plain_ascii_needs_no_repair() -> None:
+    """What `clean` skips would have changed nothing: every printable character, beside every other, in runs."""
+    draw = Random(0)
+    plain = [chr(c) for c in range(32, 127) if chr(c) != "&"]
+    for _ in range(400):
+        text = "".join(draw.choices(plain, k=60)) + draw.choice(plain) * 4
+        assert clean(text) == " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split()).lower()
+    assert clean("a\x1b[36mb") == "ab"  # terminal colours are no printable text, and are repaired
 
 
 def test_emoji_numbers_and_other_scripts(tokenizer: Tokenizer) -> None:
@@ -116,6 +130,19 @@ def test_fallback_finds_the_file_inside_an_installed_package(tmp_path: Path, mon
     assert module.find_vocabulary() == path
     tokens = Tokenizer("tokenizers").encode(["Hello  CAT", "", "cat " * 9], 5)
     assert tokens.tolist() == [[START, 515, 517, END, 0], [START, END, 0, 0, 0], [START, 517, 517, 517, END]]
+
+
+def test_both_backends_agree_on_words_of_all_kinds(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the vocabulary that `python -m bench.peers open_clip` brings."""
+    python = ready("open_clip")
+    if python is None:
+        pytest.skip("needs the side environment open_clip")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(next(python.parent.parent.glob("lib/python*/site-packages")))])
+    draw = Random(1)
+    letters = "abcdefghij ,.'!-019&;<>äöüßéñçłşığ日本語中文한국어русскийελ\u0301🐈👩‍👩‍👧🇩🇪ﬁ½²™\u00a0\u2003\u200b\ufeff"
+    texts = ["".join(draw.choices(letters, k=draw.randint(0, 80))) for _ in range(2000)]
+    texts += ["don't we'll I'M they'Ve", "<start_of_text> x", "a" * 500, "x " * 200, "&amp;lt;b&amp;gt;"]
+    assert np.array_equal(tokenizer.encode(texts), Tokenizer("tokenizers").encode(texts))
 
 
 @pytest.mark.realdata
