@@ -33,6 +33,7 @@ from core.work import Stage, fingerprint, open_stage, package_version
 from ingest import decoding, journal, staging, tally, urllist
 from ingest.config import check
 from ingest.pictures import Picture, Rules, prepare
+from ingest.room import Room
 from ingest.tally import JUDGED_ROWS, Report, check_success, render
 from ingest.unit import Job, Unit, open_unit
 
@@ -209,6 +210,7 @@ class _Span:
             config.size, config.resize, config.quality, config.keep_original, config.min_side, config.max_aspect
         )
         self._report = Report()
+        self._room = Room(config.concurrency)
         self._ahead = asyncio.Semaphore(AHEAD * config.concurrency)
 
     async def work(self, group: Group, span: int) -> Report:
@@ -229,6 +231,7 @@ class _Span:
                         await self._publish(unit)
                     for job in unit.jobs:
                         await self._ahead.acquire()
+                        await self._room.enter()
                         tasks.create_task(self._one(fetcher, unit, job))
         return self._report
 
@@ -236,15 +239,17 @@ class _Span:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     async def _one(self, fetcher: Fetcher, unit: Unit, job: Job) -> None:
-        try:
-            fetched = await fetcher.fetch(job.url)
-            picture = Picture(fetched.outcome, fetched.detail)
-            if fetched.outcome == Outcome.OK:
-                picture = await self._in_thread(self._decode, job.url, fetched.body)
-        finally:
-            self._ahead.release()  # only now: bodies that wait for a decoder count as under way, so memory is bounded
+        fetched = await fetcher.fetch(job.url)
+        size = len(fetched.body)
+        self._room.arrived(size)
+        picture = Picture(fetched.outcome, fetched.detail)
+        if fetched.outcome == Outcome.OK:
+            picture = await self._in_thread(self._decode, job.url, fetched.body)
+        fetched.body = b""
+        self._room.left(size)
+        self._ahead.release()
         unit.settle(job, fetched, picture)
-        tick(len(job.places), **{picture.outcome: len(job.places)}, bytes=len(fetched.body))
+        tick(len(job.places), **{picture.outcome: len(job.places)}, bytes=size)
         if not unit.open_jobs:
             await self._publish(unit)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import threading
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +12,8 @@ from core.errors import ImageError
 from core.schema import Outcome
 
 HASH_SIDE = 256  # adopted pictures are hashed at this side, near what ingest stores, so that the two compare
+LARGE = 8_000_000  # pixels of a picture of which a worker decodes only one at a time, for its memory's sake
+_large = threading.Lock()
 _ENDINGS = {"jpeg": "jpg", "tiff": "tif", "jpeg2000": "jp2"}
 
 
@@ -65,7 +69,8 @@ def _fill(picture: Picture, body: bytes, rules: Rules) -> None:
     header = images.read_header(body)
     picture.format, picture.width, picture.height = header.format, header.width, header.height
     check_size(header.width, header.height, rules)
-    pixels = images.reduced(body, header, rules.size, rules.resize)
+    with _large if header.width * header.height > LARGE else contextlib.nullcontext():
+        pixels = images.reduced(body, header, rules.size, rules.resize)
     picture.image_hash, picture.image_hash_mirrored = imagehash.image_hash(pixels)
     if rules.keep_original or images.fits_as_is(body, header, rules.size, rules.resize):
         picture.data, picture.stored_width, picture.stored_height = body, header.width, header.height
