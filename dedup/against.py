@@ -33,6 +33,7 @@ I64 = npt.NDArray[np.int64]
 I8 = npt.NDArray[np.int8]
 U64 = npt.NDArray[np.uint64]
 F32 = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
 TABLE = "dedup/against.parquet"
 SCHEMA = pa.schema(
     [
@@ -48,12 +49,16 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Matches:
-    """For each of N pairs the row of the set that it matches (-1: none), how that is known (index of KINDS), how alike."""
+    """For each of N pairs the row of the set that it matches (-1: none), how that is known (index of KINDS), how alike.
+
+    `hit` tells of each of the set's M rows whether any pair matches it, also where another one is the better match.
+    """
 
     items: Items
     row: I64
     kind: I8
     similarity: F32
+    hit: Mask
 
     @property
     def reason(self) -> str:
@@ -91,31 +96,37 @@ class Matches:
             "captions_too_short": int((captions & (signed.words < MIN_WORDS)).sum()),
             "matched": len(hit),
             "removed": int(removed.sum()),
-            "items_matched": len(pc.unique(table["uid"].take(pa.array(self.row[hit])))),
+            "items_matched": len(pc.unique(table["uid"].filter(pa.array(self.hit)))),
             "evidence": {name: n for name, n in zip(KINDS[::-1], evidence[::-1], strict=True) if n},
         }
 
 
 def match(folder: Folder, pairs: Pairs, items: Items, config: DedupConfig) -> Matches:
-    """The strictest match of each pair: URL, bytes, picture hash, equal caption, similar caption, in this order."""
-    found = Matches(items, np.full(len(pairs), -1), np.zeros(len(pairs), np.int8), np.zeros(len(pairs), np.float32))
-    theirs = items.signed
-    for kind, name in (("url", "url_key"), ("sha256", "bytes_key")):
-        _note(found, _of_key(*_known(pairs, name), *_known(theirs, name), len(pairs)), kind)
-    near, similarity = _near_pictures(pairs, theirs, 1 - config.image_bits / 256)
-    _note(found, near, "image_hash", similarity)
+    """The strictest match of each pair: URL, bytes, equal caption, picture hash, similar caption, in this order."""
+    theirs, n = items.signed, len(pairs)
+    hit = np.zeros(len(theirs), bool)
+    found = Matches(items, np.full(n, -1), np.zeros(n, np.int8), np.zeros(n, np.float32), hit)
     long = np.flatnonzero((theirs.words >= MIN_WORDS) & (theirs.text != 0))
-    rows = np.arange(len(pairs))
-    _note(found, _of_key(rows, pairs.text, long, theirs.text[long], len(pairs)), "caption")
-    near, similarity = _near_captions(folder, pairs, items, config.threshold)
-    _note(found, near, "minhash", similarity)
+    exact = {
+        "url": (*_known(pairs, "url_key"), *_known(theirs, "url_key")),
+        "sha256": (*_known(pairs, "bytes_key"), *_known(theirs, "bytes_key")),
+        "caption": (np.arange(n), pairs.text, long, theirs.text[long]),
+    }
+    for kind in KINDS[::-1]:
+        if kind in exact:
+            rows, keys, their_rows, their_keys = exact[kind]
+            hit[their_rows] |= np.isin(their_keys, keys)
+            _note(found, kind, _of_key(rows, keys, their_rows, their_keys, n), np.ones(n, np.float32))
+        elif kind == "image_hash":
+            _note(found, kind, *_near_pictures(pairs, theirs, 1 - config.image_bits / 256, hit))
+        else:
+            _note(found, kind, *_near_captions(folder, pairs, items, config.threshold, hit))
     return found
 
 
-def _note(found: Matches, row: I64, kind: str, similarity: F32 | None = None) -> None:
+def _note(found: Matches, kind: str, row: I64, similarity: F32) -> None:
     new = np.flatnonzero((found.row < 0) & (row >= 0))
-    found.row[new], found.kind[new] = row[new], KINDS.index(kind)
-    found.similarity[new] = 1.0 if similarity is None else similarity[new]
+    found.row[new], found.kind[new], found.similarity[new] = row[new], KINDS.index(kind), similarity[new]
 
 
 def _known(pairs: Pairs, name: str) -> tuple[I64, U64]:
@@ -137,14 +148,16 @@ def _of_key(rows: I64, keys: U64, their_rows: I64, their_keys: U64, total: int) 
 
 
 class _Best:
-    """The most similar of the set's things met so far by each of ours; of equals, the first."""
+    """The most similar of the set's things met so far by each of ours; of equals, the first. `met`: all that were near."""
 
-    def __init__(self, count: int) -> None:
-        self.thing, self.similarity = np.full(count, -1), np.zeros(count, np.float32)
+    def __init__(self, ours: int, theirs: int) -> None:
+        self.thing, self.similarity = np.full(ours, -1), np.zeros(ours, np.float32)
+        self.met = np.zeros(theirs, bool)
 
     def meet(self, ours: I64, theirs: I64, similarity: F32, at_least: float) -> None:
         near = similarity >= np.float32(at_least)
         ours, theirs, similarity = ours[near], theirs[near], similarity[near]
+        self.met[theirs] = True
         order = np.lexsort((theirs, -similarity, ours))
         ours, theirs, similarity = ours[order], theirs[order], similarity[order]
         first = np.ones(len(ours), bool)
@@ -156,8 +169,9 @@ class _Best:
         self.thing[ours[better]], self.similarity[ours[better]] = theirs[better], similarity[better]
 
 
-def _near_pictures(pairs: Pairs, theirs: Pairs, at_least: float) -> tuple[I64, F32]:
-    """The nearest picture of the set, by hash: bands so narrow that hardly a pair within the radius shares none."""
+def _near_pictures(pairs: Pairs, theirs: Pairs, at_least: float, hit: Mask) -> tuple[I64, F32]:
+    """The nearest picture of the set, by hash: bands so narrow that hardly a pair within the radius shares none. Adds to
+    `hit` the set's rows within it."""
     none = np.full(len(pairs), -1), np.zeros(len(pairs), np.float32)
     (ours_H, ours_mirrored_H), (theirs_E, mirrored_E) = pairs.hashes, theirs.hashes
     if not len(ours_H) or not len(theirs_E):
@@ -165,7 +179,7 @@ def _near_pictures(pairs: Pairs, theirs: Pairs, at_least: float) -> tuple[I64, F
     width = min(max(math.ceil(math.log2(len(theirs_E) + 1)) + 4, 12), 32)
     every, every_mirrored = np.concatenate((ours_H, theirs_E)), np.concatenate((ours_mirrored_H, mirrored_E))
     both = np.concatenate((theirs_E, mirrored_E))
-    best = _Best(len(ours_H))
+    best = _Best(len(ours_H), len(theirs_E))
     for band in range(phash.BANDS):
         ours, there = bands.meeting(phash.band_keys(ours_H, band, width), phash.band_keys(both, band, width))
         there %= len(theirs_E)
@@ -174,13 +188,14 @@ def _near_pictures(pairs: Pairs, theirs: Pairs, at_least: float) -> tuple[I64, F
     first = np.zeros(len(theirs_E), np.int64)
     hashed = np.flatnonzero(theirs.hash_row >= 0)[::-1]
     first[theirs.hash_row[hashed]] = hashed
+    hit[hashed] |= best.met[theirs.hash_row[hashed]]
     has = pairs.hash_row >= 0
     thing = np.where(has, best.thing[pairs.hash_row], -1)
     return np.where(thing >= 0, first[thing], -1), np.where(has, best.similarity[pairs.hash_row], 0).astype(np.float32)
 
 
-def _near_captions(folder: Folder, pairs: Pairs, items: Items, threshold: float) -> tuple[I64, F32]:
-    """The most similar caption of the set, of those of five words and more."""
+def _near_captions(folder: Folder, pairs: Pairs, items: Items, threshold: float, hit: Mask) -> tuple[I64, F32]:
+    """The most similar caption of the set, of those of five words and more. Adds to `hit` the set's rows near enough."""
     none = np.full(len(pairs), -1), np.zeros(len(pairs), np.float32)
     their_keys, their_tokens, their_offsets = store.unpacked(items.sets)
     if not len(their_keys):
@@ -206,8 +221,9 @@ def _near_captions(folder: Folder, pairs: Pairs, items: Items, threshold: float)
         np.concatenate((mine.starts, their_offsets[:-1] + len(mine.flat))),
         np.concatenate((mine.sizes, sizes)),
     )
-    best = _Best(len(keys))
+    best = _Best(len(keys), len(their_keys))
     best.meet(ours, there, jaccard(sets, np.searchsorted(used, ours), there + len(used)), threshold)
+    hit |= np.isin(items.signed.set_key, their_keys[best.met])
     row_of_set = _of_key(np.arange(len(their_keys)), their_keys, *_with_sets(items.signed), len(their_keys))
     at = np.minimum(np.searchsorted(keys, pairs.set_key), len(keys) - 1)
     has = keys[at] == pairs.set_key

@@ -129,6 +129,7 @@ def test_sets_are_counted_each_and_held_out_rows_stay(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.png").write_bytes(png(1))
     (tmp_path / "two" / "y.png").write_bytes(png(2))
+    (tmp_path / "two" / "z.png").write_bytes(png(1))  # the same picture is found twice
     sets = (str(tmp_path / "one"), str(tmp_path / "two"))
     dry = decide(tmp_path / "work", against=sets, holdout="uid = 'p2'", dry_run=True)
     assert [(r["rule"], r["alone"], r["in_sequence"]) for r in dry["rules"]] == [
@@ -136,6 +137,7 @@ def test_sets_are_counted_each_and_held_out_rows_stay(tmp_path: Path) -> None:
     ]  # fmt: skip
     summary = decide(tmp_path / "work", against=sets, holdout="uid = 'p2'")
     assert [(r["set"], r["matched"], r["removed"]) for r in summary["against"]] == [("one", 1, 1), ("two", 2, 0)]
+    assert [r["items_matched"] for r in summary["against"]] == [1, 3]
     assert decisions(tmp_path / "work")["p2"]["kept"]
 
 
