@@ -1,6 +1,6 @@
 """`diagnose` against eight causes made on purpose: is the verdict right, and does the first fix gain what was predicted?
 
-Made are: a slow disk (reads wait as long as at a few hundred kB/s), a slow network (an HTTP server that shapes what it
+Made are: a slow disk (reads wait as long as at 80 kB/s), a slow network (an HTTP server that shapes what it
 sends), too few decode threads, pictures far too large, one rank with a slow disk, a batch too small for its overhead,
 collectives that each take 40 ms longer, and a model that keeps the machine busy. For those that a fix of the loader
 helps, `--apply` measures what it gains. Two ranks of one thread each stand for several machines.
@@ -41,7 +41,7 @@ from train.config import DiagnoseConfig, TrainConfig
 from train.distributed import launch_ranks
 from train.models import ModelConfig
 
-SLOW_BYTES_S = 250e3
+SLOW_BYTES_S = 80e3
 LATE_S = 0.04
 # A wide input and almost nothing behind it: what decoding costs is all there is.
 LIGHT = ModelConfig(32, 224, 56, 32, 1, 2, 32, 1, 2)
@@ -180,7 +180,9 @@ def one_rank(trouble: str, values: str) -> None:
 def run_of(trouble: str, work: Path, **values: Any) -> dict[str, Any]:
     """Diagnose what two ranks in this trouble have logged."""
     settings = {"work": str(work), "device": "cpu", "threads": 1, "log_every": 5, "val": "none", **values}
-    code = launch_ranks(["-m", "bench.diagnose", "--rank", trouble, json.dumps(settings)], 2, {"OMP_NUM_THREADS": "1"}).code
+    code = launch_ranks(
+        ["-m", "bench.diagnose", "--rank", trouble, json.dumps(settings)], 2, {"OMP_NUM_THREADS": "1"}
+    ).code
     if code:
         raise SystemExit(f"the ranks ended with code {code}")
     return diagnose.run(DiagnoseConfig(work=str(work), seconds=0))
@@ -199,12 +201,12 @@ def causes(home: Path, seconds: float) -> dict[str, tuple[str, Callable[[], dict
     def disk() -> dict[str, Any]:
         work = make_set(home / "disk", 512, 56)
         with slow_disk():
-            return trial(work, model="tiny-48", batch_size=32, apply=1)
+            return trial(work, model="tiny-48", batch_size=16, apply=1)
 
     def network() -> dict[str, Any]:
         work = make_set(home / "net", 512, 56)
         with slow_server(work / "shards") as url:
-            return trial(work, shards=url, model="tiny-48", batch_size=32, apply=1)
+            return trial(work, shards=url, model="tiny-48", batch_size=16, apply=1)
 
     return {
         "slow_disk": ("read_bound", disk),

@@ -20,7 +20,7 @@ from core.runner import cores
 from shardkit.reader import Sample
 from train.trials import Bench, Trial, shrunk
 
-COPIED = 512  # samples at most
+COPIED = 256  # samples at most
 COPY_S = 30.0  # a slow source may keep us waiting for so long
 AT_ONCE = 64
 
