@@ -108,9 +108,9 @@ def decision_schema() -> pa.Schema:
     `reason` is null for a kept pair, else the rule that dropped it (`image_duplicate`, `caption_duplicate`,
     `pair_duplicate`, `caption_cap`, `holdout`, `where`, `balance`, `against:SET`, or the name of a preset's rule).
     `survivor` is the uid that stands for a dropped duplicate (null where a condition dropped it; a pair that is in an
-    evaluation set has the evidence for that alone), `evidence` how that is known (`url`, `sha256`, `image_hash`, `caption`, `minhash`),
-    `similarity` in [0, 1]. `image_group` is the smallest uid among the pairs whose pictures are the same; `holdout` marks
-    the evaluation rows, which are always kept and never trained on.
+    evaluation set has the evidence for that alone), `evidence` how that is known (`url`, `sha256`, `image_hash`,
+    `caption`, `minhash`), `similarity` in [0, 1]. `image_group` is the smallest uid among the pairs whose pictures are the
+    same; `holdout` marks the evaluation rows, which are always kept and never trained on.
     """
     import pyarrow as pa
 
