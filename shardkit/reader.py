@@ -166,13 +166,14 @@ class ShardSet:
             for i, s, (d, reason), w in zip(indices, shard_of, data, words, strict=True)
         ]  # fmt: skip
 
-    def prefetch(self, indices: Int64) -> None:
-        """Bring the shards of these samples into the cache, several at a time; what cannot be fetched is told by `read`."""
-        if self.cache is None:
-            return
-        numbers = np.unique(np.searchsorted(self._starts, indices, side="right") - 1)
+    def shards_of(self, indices: Int64) -> set[int]:
+        """Numbers of the shards that these samples lie in."""
+        return set((np.searchsorted(self._starts, indices, side="right") - 1).tolist())
+
+    def prefetch(self, numbers: set[int]) -> None:
+        """Bring these shards into the cache, several at a time; what cannot be fetched is told by `read`."""
         with ThreadPoolExecutor(FETCHES) as pool:
-            for done in [pool.submit(self._local, self.shards[int(n)].name) for n in numbers]:
+            for done in [pool.submit(self._local, self.shards[n].name) for n in sorted(numbers)]:
                 with contextlib.suppress(OSError):
                     done.result()
 
@@ -329,15 +330,19 @@ class BatchReader:
 
     def _fetch(self) -> None:
         """Fetch the shards of later steps, until all have been or nobody wants them."""
+        done = set[int]()
         for step in range(self._next_out, self.order.steps):
             with self._changed:
                 self._changed.wait_for(lambda step=step: self._closed or step < self._next_out + AHEAD)  # type: ignore[misc]
                 if self._closed:
                     return
-            try:
-                self.shard_set.prefetch(self.order.rank_indices(step, self.rank, self.ranks))
-            except ConfigError:  # the reading threads meet it too, and raise it where it is heard
-                return
+            wanted = self.shard_set.shards_of(self.order.rank_indices(step, self.rank, self.ranks)) - done
+            if wanted:
+                try:
+                    self.shard_set.prefetch(wanted)
+                except ConfigError:  # the reading threads meet it too, and raise it where it is heard
+                    return
+            done |= wanted
 
     def _claim(self) -> int | None:
         """The next step to read, once there is room for it; None at the end of the epoch."""
