@@ -36,7 +36,7 @@ check: setup
 	$(BIN)/python -m pytest tests/test_layout.py tests/test_lock.py
 
 bench: setup
-	for b in dedup loss; do $(BIN)/python -m bench.$$b --json || exit 1; done
+	for b in dedup loss pack; do $(BIN)/python -m bench.$$b --json || exit 1; done
 
 peers: setup
 	$(BIN)/python -m bench.peers all

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Mode = Literal["short", "square"]
 
 MAX_PIXELS = 64_000_000  # 192 MB as RGB; phones and cameras of today stay below, a worker's memory does too
-SCALED_DECODE_GAP = 1.5  # scaled decode leaves this many times the wanted side: the bicubic filter hides the DCT's edge
+SCALED_DECODE_GAP = 1.4  # scaled decode leaves this many times the wanted side: the bicubic filter hides the DCT's edge
 PILLOW_FORMATS = ("PNG", "WEBP", "GIF", "AVIF", "BMP", "TIFF", "ICO", "JPEG2000")
 _SHIFTED = frozenset({5, 6, 7, 8})  # EXIF orientations that exchange width and height
 
@@ -164,6 +164,8 @@ def _sniff(body: bytes) -> str:
     """The format by content, because names and Content-Type lie."""
     if not body:
         raise ImageError(Outcome.NOT_IMAGE, "empty body")
+    if body.startswith(b"\xff\xd8"):
+        return "jpeg"
     family = next((name for magic, name in _MAGIC if body.startswith(magic)), "")
     if body[:4] == b"RIFF" and body[8:12] == b"WEBP":
         family = "webp"
@@ -339,7 +341,7 @@ def _read_other(body: bytes, family: str, max_pixels: int) -> Header:
     image = _open(body, PILLOW_FORMATS)
     width, height = image.size
     _check_size(width, height, max_pixels)
-    orientation = 1 if family == "tiff" else _pillow_orientation(image)  # Pillow turns TIFFs itself, size and pixels
+    orientation = 1 if _needs_no_turning(body, family) else _pillow_orientation(image)
     if orientation in _SHIFTED:
         width, height = height, width
     return Header(
@@ -370,6 +372,11 @@ def _quiet_pillow() -> None:
     wanted = ("ignore", None, Warning)
     if not any(f[:3] == wanted and f[3] is not None and f[3].pattern == r"PIL\." for f in warnings.filters):
         warnings.filterwarnings("ignore", category=Warning, module=r"PIL\.")
+
+
+def _needs_no_turning(body: bytes, family: str) -> bool:
+    # Pillow turns TIFFs itself, size and pixels; for the EXIF of a PNG, which may stand at its end, it decodes the picture
+    return family == "tiff" or (family == "png" and b"eXIf" not in body and b"Raw profile type" not in body)
 
 
 def _pillow_orientation(image: Image.Image) -> int:

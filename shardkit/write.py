@@ -41,7 +41,7 @@ log = logging.getLogger("pairmill.shardkit")
 Row = dict[str, Any]
 NOTE = b"pairmill"  # key of a part's own figures in its Parquet metadata
 _PLAIN_KEY = re.compile(r"[0-9A-Za-z_-]{1,90}")  # no dots or spaces; KEY.json stays within a tar name of 100 bytes
-_AT_ONCE = 64  # ranges asked of an object store together
+_AT_ONCE = 64  # pictures asked of an object store together, and told to the progress line together
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 # null for a NaN, which DuckDB and Python write and few other readers of JSON take
 _SOURCE = json.JSONDecoder(parse_constant=lambda _: None)
@@ -136,7 +136,7 @@ def fill(
 
     A picture that is no use in one size is left out of all: the sets hold the same samples.
     """
-    left_out = []
+    left_out, done = [], 0
     for row, body in zip(rows, bodies, strict=True):
         try:
             fitted = fit(body, sizes, quality)
@@ -148,7 +148,10 @@ def fill(
             for output, picture in zip(outputs, fitted, strict=True):
                 output.add(row, source, picture)
                 output.copied += picture.data is body
-        tick()
+        done += 1
+        if done % _AT_ONCE == 0:
+            tick(_AT_ONCE)
+    tick(done % _AT_ONCE)
     return left_out
 
 

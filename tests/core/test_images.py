@@ -330,3 +330,18 @@ def test_difficult_real_files(row: dict[str, str]) -> None:
         assert expect.startswith("either") or reject, error
         if reject and not expect.startswith("either"):
             assert error.outcome == WORDS.get(reject[1], reject[1])
+
+
+def test_a_remembered_head_hides_nothing_that_differs_behind_it() -> None:
+    pixels = np.zeros((24, 40, 3), np.uint8)
+    plain = encode_jpeg(pixels, 90)
+    head, scan = plain[:2], plain[2:]
+    comment = b"\xff\xfe\x00\x08\xff\xda\x00\x00\x00\x00"  # holds what looks like the begin of a scan
+    for _ in range(2):  # the second time from memory
+        assert not read_header(plain).metadata and fits_as_is(plain, read_header(plain), 24)
+        assert read_header(plain + b"more").metadata
+        assert read_header(plain[:-2]).metadata
+        assert read_header(head + comment + scan).metadata
+        with pytest.raises(ImageError) as refused:
+            read_header(plain, max_pixels=24 * 40 - 1)
+        assert refused.value.outcome == Outcome.BOMB
