@@ -212,7 +212,10 @@ def fixes(verdict: str, e: Evidence) -> list[Fix]:
         return [fix, Fix("small_batch", "--compile, which joins small operations")] if e.gpu else [fix]
     if verdict == "read_bound":
         cause = "slow_network" if e.remote else "slow_disk"
-        fix = Fix(cause, "copy the shards to a local SSD", gain_of(e, read=float("inf")), "local")
+        words = "copy the shards to a local SSD"
+        if e.remote:
+            words += ", or let --cache-gb hold them all: from the second epoch on they then are there"
+        fix = Fix(cause, words, gain_of(e, read=float("inf")), "local")
         return [fix, *_smaller(e)]
     if verdict == "decode_bound":
         return _decode_fixes(e)
