@@ -252,7 +252,7 @@ def hosts(bench: Bench, count: int = 5000, latency: float = 0.2) -> Claims:
             timed(our_command(urls, Path(work)))
         moments = np.sort(slow.moments)
     low, high = int(0.1 * len(moments)), int(0.9 * len(moments))
-    rate = (high - low) / (moments[high] - moments[low])
+    rate = float((high - low) / (moments[high] - moments[low]))
     most = cores() * CONCURRENCY / latency
     say(f"{rate:.0f} requests/s of {most:.0f}")
     return [
