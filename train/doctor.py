@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from core.errors import HardwareError, PairmillError
 from core.runner import cores
@@ -259,8 +259,13 @@ def gpu_decode(seconds: float) -> Check:
     header = images.read_header(body)
     pictures = [Picture(body, header, middle_view(header.width, header.height))] * batch
     decoder = DaliDecoder(224, cores(), batch, torch.device("cuda"))
+
+    def once() -> None:
+        decoder.decode(pictures)
+        torch.cuda.synchronize()
+
     try:
-        rate = batch * _rate(lambda: (decoder.decode(pictures), torch.cuda.synchronize()), seconds)
+        rate = batch * _rate(once, seconds)
     finally:
         decoder.close()
     found = f"{rate:,.0f} images/s (256 to 224 pixels)"
@@ -271,7 +276,7 @@ def gpu_decode(seconds: float) -> Check:
     return Check("gpu decode", "ok", found)
 
 
-def first_steps(model: str, batch: int, steps: int, device: str) -> Check:
+def first_steps(model: str, batch: int, steps: int, device: Literal["cpu", "cuda"]) -> Check:
     """A real run of some steps on made-up pictures: its rate, and where a step's time went."""
     import torch
 

@@ -164,7 +164,7 @@ def _train(folder: Path) -> None:
 def _examples() -> dict[str, Any]:
     """As the evaluation writes them: pictures with captions, captions with pictures, the right answers second."""
     jpegs = [base64.b64encode(picture(i)).decode() for i in range(50, 55)]
-    images = [
+    images: list[dict[str, Any]] = [
         {
             "uid": uid(50 + k), "jpeg": jpegs[k], "captions": [caption(50 + k)],
             "top": [{"caption": caption(50 + (k + i + 4) % 5), "score": 0.3 - i / 20, "right": i == 1} for i in range(5)],
