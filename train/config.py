@@ -57,8 +57,8 @@ class TrainConfig(StageConfig):
     newest checkpoint from before them. 0 leaves out only what is not finite."""
     lock_image: bool = setting(False)
     """Train the text tower only, on the image tower that `init` brings (LiT)."""
-    precision: Literal["bf16", "fp32"] = setting("bf16")
-    """Type of the matrix products; parameters and the loss stay in fp32 either way."""
+    precision: Literal["bf16", "fp16", "fp32"] = setting("bf16")
+    """Type of the matrix products; parameters and the loss stay in fp32 either way. fp16 is for GPUs without bf16."""
     loss: Literal["clip", "siglip"] = setting("clip")
     """Symmetric softmax over the global batch, or SigLIP's pairwise sigmoid."""
     seed: int = setting(0)
@@ -67,6 +67,10 @@ class TrainConfig(StageConfig):
     """Weights to start from: a checkpoint or run folder of ours, an open_clip folder, a .safetensors or .pt file."""
     val: str = setting("", stable=False)
     """Shards to measure retrieval on; empty takes WORK/holdout if it is there, `none` turns it off."""
+    zero_shot: str = setting("", stable=False)
+    """Folder of class folders with pictures to classify at each evaluation; a folder's name is its class."""
+    templates: str = setting("", stable=False)
+    """Text file of caption templates for `zero_shot`, one a line, `{}` where the class name goes; empty takes a few."""
     eval_every: int = setting(0, stable=False)
     """Steps between evaluations; 0 evaluates at the end only."""
     checkpoint_every: int = setting(500, stable=False)

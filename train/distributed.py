@@ -6,17 +6,20 @@ torch is imported inside the functions, because the launcher runs in a process t
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core.errors import ConfigError, HardwareError
 
@@ -133,8 +136,11 @@ def end_with_parent() -> Callable[[], None]:
     return (lambda: None) if prctl is None else lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def wrap(model: nn.Module, ranks: World) -> nn.Module:
-    """DDP around the model when there are several ranks. Gradients are averaged, as `train.loss` expects."""
+def wrap(model: nn.Module, ranks: World, sharded: bool = False) -> nn.Module:
+    """DDP around the model when there are several ranks, or FSDP2 inside it where it is to be `sharded`.
+
+    Gradients are averaged, as `train.loss` expects.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
     from train.comm import watch_gradients
@@ -142,12 +148,49 @@ def wrap(model: nn.Module, ranks: World) -> nn.Module:
     model = model.to(ranks.device)
     if ranks.size == 1:
         return model
+    if sharded:
+        return _shard(model)
     device_ids = [ranks.device.index] if ranks.device.type == "cuda" else None
     wrapped = DistributedDataParallel(
         model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
     )
     watch_gradients(wrapped)
     return wrapped
+
+
+def _shard(model: nn.Module) -> nn.Module:
+    """Each block's parameters shared out over the ranks, and gathered while it runs; the rest with the model itself.
+
+    The scalars of the loss stay whole, because the loss reads them outside of the model's forward pass.
+    """
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    scalars = {p for name, p in model.named_parameters() if name.startswith("logit_")}
+    for scalar in scalars:
+        scalar.register_post_accumulate_grad_hook(_averaged)
+    for blocks in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+        for block in blocks:
+            fully_shard(block)
+    fully_shard(model, ignored_params=scalars)
+    for name in ("encode_image", "encode_text"):
+        register_fsdp_forward_method(model, name)
+    dist.barrier()
+    return model
+
+
+def _averaged(parameter: Tensor) -> None:
+    import torch.distributed as dist
+
+    if parameter.grad is not None:
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `wrap` shared out the parameters."""
+    return any(hasattr(parameter, "placements") for parameter in model.parameters())
 
 
 def barrier() -> None:
@@ -207,21 +250,71 @@ def mean(values: dict[str, float], ranks: World) -> dict[str, float]:
     return dict(zip(values, (packed / ranks.size).tolist(), strict=True))
 
 
-def launch_ranks(argv: Sequence[str], ranks: int, env: dict[str, str] | None = None) -> int:
-    """Run `python ARGV` once a rank on this machine through torchrun; returns its exit code (128 + n for signal n).
+class Ended(NamedTuple):
+    """How the ranks of a launch ended."""
+
+    code: int
+    """0, or the exit code of the first rank that failed (128 + n for signal n)."""
+    rank: int | None = None
+    """The first rank that failed, where one did."""
+    signal: int = 0
+    """The signal that killed it, if one did."""
+
+
+def launch_ranks(argv: Sequence[str], ranks: int, env: dict[str, str] | None = None) -> Ended:
+    """Run `python ARGV` once a rank on this machine through torchrun, and wait for the end.
 
     `argv` is a script with its arguments, or "-m", module, arguments. SIGINT and SIGTERM reach all ranks, and when one
     rank or this process dies (kill -9 included) the others are ended. The cores are shared out evenly unless
     OMP_NUM_THREADS is set.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, after all ranks have ended.
     """
     if ranks < 1:
         raise ConfigError(f"ranks must be at least 1, found {ranks}.")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *argv]
-    child = subprocess.Popen(command, env=_rank_env(ranks, env), preexec_fn=end_with_parent())
-    with _forwarded_signals(child):
-        code = child.wait()
-    log.debug("%d ranks ended with code %d", ranks, code)
-    return code if code >= 0 else 128 - code
+    with tempfile.TemporaryDirectory(prefix="pairmill-") as scratch:
+        report = Path(scratch) / "ended.json"
+        command = [
+            sys.executable,
+            "-m",
+            "train.distributed",
+            str(report),
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+        ]
+        child = subprocess.Popen([*command, *argv], env=_rank_env(ranks, env), preexec_fn=end_with_parent())
+        with _forwarded_signals(child) as forwarded:
+            code = child.wait()
+        log.debug("%d ranks ended with code %d", ranks, code)
+        if signal.SIGINT in forwarded:
+            raise KeyboardInterrupt
+        found = json.loads(report.read_text()) if report.exists() else {}
+    return Ended(code if code >= 0 else 128 - code, **found)
+
+
+def main() -> None:
+    """torchrun, which writes down which rank failed first: `python -m train.distributed REPORT TORCHRUN-ARGUMENTS`."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    try:
+        torchrun(sys.argv[2:])
+    except ChildFailedError as error:
+        # Killed ones before others, because who lost contact with them may have ended in the same second; SIGTERM last,
+        # because that is how torchrun stops the rest.
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        order = {
+            rank: (code == -signal.SIGTERM, code >= 0, error.failures[rank].timestamp) for rank, code in codes.items()
+        }
+        rank = min(order, key=order.__getitem__)
+        code = codes[rank]
+        Path(sys.argv[1]).write_text(json.dumps({"rank": rank, "signal": max(0, -code)}))
+        sys.exit(code if code > 0 else 128 - code)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
 
 
 def _rank_env(ranks: int, extra: dict[str, str] | None) -> dict[str, str]:
@@ -232,16 +325,24 @@ def _rank_env(ranks: int, extra: dict[str, str] | None) -> dict[str, str]:
 
 
 @contextmanager
-def _forwarded_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
+def _forwarded_signals(child: subprocess.Popen[bytes]) -> Iterator[set[int]]:
+    """Passes SIGINT and SIGTERM on; yields the set of those that came."""
+    came: set[int] = set()
+
     def forward(number: int, _: FrameType | None) -> None:
+        came.add(number)
         child.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         if child.poll() is None:
             child.kill()
             child.wait()
+
+
+if __name__ == "__main__":
+    main()

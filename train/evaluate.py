@@ -73,7 +73,7 @@ class Embedded(NamedTuple):
 def embed(model: CLIP, preparer: Preparer, shard_set: ShardSet, ranks: World, batch: int = EVAL_BATCH) -> Embedded:
     """Embed all pictures and all captions of a set; the work is shared over the ranks, all of them get the result."""
     model.eval()
-    mine = np.arange(ranks.rank, len(shard_set), ranks.size)
+    mine = _dealt(len(shard_set), ranks)
     parts = [mine[i : i + batch] for i in range(0, len(mine), batch)]
     images_nE, valid_n = embed_images(model, preparer, map(shard_set.read, parts), ranks.device)
     img_NE = _gathered(images_nE, len(shard_set), ranks)
@@ -84,11 +84,24 @@ def embed(model: CLIP, preparer: Preparer, shard_set: ShardSet, ranks: World, ba
     captions = [shard_set.captions(i) for i in index]
     flat = [caption for some in captions for caption in some]
     owner = torch.tensor([row for row, some in enumerate(captions) for _ in some], dtype=torch.int64)
-    own = embed_texts(model, preparer, flat[ranks.rank :: ranks.size], ranks.device, batch)
-    return Embedded(img_NE[valid], _gathered(own, len(flat), ranks), owner.to(ranks.device), index, flat)
+    txt_ME = _embed_shared(model, preparer, flat, ranks, batch)
+    return Embedded(img_NE[valid], txt_ME, owner.to(ranks.device), index, flat)
 
 
-@torch.inference_mode()
+def _embed_shared(model: CLIP, preparer: Preparer, texts: Sequence[str], ranks: World, batch: int) -> Tensor:
+    """`embed_texts` with the work shared over the ranks; all of them get the result."""
+    own = embed_texts(model, preparer, [texts[i] for i in _dealt(len(texts), ranks)], ranks.device, batch)
+    return _gathered(own, len(texts), ranks)
+
+
+def _dealt(total: int, ranks: World) -> np.ndarray:
+    """Numbers of this rank's items, dealt in turn. All ranks get equally many, so some get one twice: a sharded model is
+    put together anew for each batch, by all ranks at once."""
+    most = -(-total // ranks.size)
+    return np.arange(ranks.rank, most * ranks.size, ranks.size) % max(1, total)
+
+
+@torch.no_grad()  # inference_mode would spoil the parameters that FSDP puts together
 def embed_images(
     model: CLIP, preparer: Preparer, parts: Iterator[list[Sample]], device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -101,7 +114,7 @@ def embed_images(
     return torch.cat(rows), torch.cat(valid)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def embed_texts(
     model: CLIP, preparer: Preparer, texts: Sequence[str], device: torch.device, batch: int = EVAL_BATCH
 ) -> Tensor:
@@ -144,16 +157,22 @@ def _gathered(own_n: Tensor, total: int, ranks: World) -> Tensor:
 
 
 @torch.inference_mode()
-def recalls(img_NE: Tensor, txt_ME: Tensor, owner_M: Tensor, entries: int = CHUNK_ENTRIES) -> dict[str, float]:
+def recalls(
+    img_NE: Tensor, txt_ME: Tensor, owner_M: Tensor, entries: int = CHUNK_ENTRIES, ranks: World | None = None
+) -> dict[str, float]:
     """Recall at 1, 5 and 10 in both directions, of normalised embeddings; `owner_M` must be ascending.
 
-    Holds at most `entries` similarities at a time.
+    Holds at most `entries` similarities at a time. With `ranks` each compares its share, and all must call it.
     """
-    text_rank = torch.cat([_rank_of_own(t, img_NE, o) for t, o in _chunks(txt_ME, owner_M, len(img_NE), entries)])
+    ranks = ranks or World(0, 1, 0, img_NE.device)
     rows_N = torch.arange(len(img_NE), device=img_NE.device)
-    image_rank = torch.cat(
-        [_rank_of_best(i, txt_ME, owner_M, r) for i, r in _chunks(img_NE, rows_N, len(txt_ME), entries)]
-    )
+    texts, pictures = (torch.from_numpy(_dealt(n, ranks)).to(img_NE.device) for n in (len(txt_ME), len(img_NE)))
+    by_text = _chunks(txt_ME[texts], owner_M[texts], len(img_NE), entries)
+    by_image = _chunks(img_NE[pictures], rows_N[pictures], len(txt_ME), entries)
+    text_rank = torch.cat([_rank_of_own(t, img_NE, o) for t, o in by_text])
+    image_rank = torch.cat([_rank_of_best(i, txt_ME, owner_M, r) for i, r in by_image])
+    text_rank = _gathered(text_rank, len(txt_ME), ranks)
+    image_rank = _gathered(image_rank, len(img_NE), ranks)
     found = {f"t2i_r{k}": float((text_rank < k).double().mean()) for k in RANKS}
     return found | {f"i2t_r{k}": float((image_rank < k).double().mean()) for k in RANKS}
 
@@ -191,10 +210,12 @@ def zero_shot(
     preparer: Preparer,
     folder: str,
     templates: Sequence[str],
-    device: torch.device,
+    ranks: World,
     batch: int = EVAL_BATCH,
 ) -> dict[str, Any]:
     """Classify the pictures of class folders by the nearest class name, each in all templates; ties as in retrieval.
+
+    The work is shared over the ranks, all of which must call it.
 
     Returns accuracy, top5 (more than five classes), chance, classes, pictures, unreadable, per_class{name: accuracy}.
 
@@ -203,11 +224,13 @@ def zero_shot(
     """
     names, files = class_folders(folder)
     model.eval()
-    classes_KE = _classifier(model, preparer, [name.replace("_", " ") for name in names], templates, device, batch)
-    parts = [files[i : i + batch] for i in range(0, len(files), batch)]
+    classes_KE = _classifier(model, preparer, [name.replace("_", " ") for name in names], templates, ranks, batch)
+    mine = [files[i] for i in _dealt(len(files), ranks)]
+    parts = [mine[i : i + batch] for i in range(0, len(mine), batch)]
     samples = ([_sample_of(path, label) for path, label in part] for part in parts)
-    img_NE, valid_N = embed_images(model, preparer, samples, device)
-    label_N = torch.tensor([label for _, label in files], device=device)[valid_N]
+    img_nE, valid_n = embed_images(model, preparer, samples, ranks.device)
+    img_NE, valid_N = (_gathered(x, len(files), ranks) for x in (img_nE, valid_n))
+    label_N = torch.tensor([label for _, label in files], device=ranks.device)[valid_N]
     if not len(label_N):
         raise InputError(f"expected pictures in the class folders of {folder}, found none that can be decoded")
     rank_N = _rank_of_own(img_NE[valid_N], classes_KE, label_N)
@@ -227,11 +250,11 @@ def zero_shot(
 
 
 def _classifier(
-    model: CLIP, preparer: Preparer, names: list[str], templates: Sequence[str], device: torch.device, batch: int
+    model: CLIP, preparer: Preparer, names: list[str], templates: Sequence[str], ranks: World, batch: int
 ) -> Tensor:
     """One direction a class (K, E): the mean over templates of the normalised text embeddings, normalised."""
     texts = [template.replace("{}", name) for name in names for template in templates]
-    txt = embed_texts(model, preparer, texts, device, batch).view(len(names), len(templates), -1)
+    txt = _embed_shared(model, preparer, texts, ranks, batch).view(len(names), len(templates), -1)
     return F.normalize(txt.mean(dim=1), dim=-1)
 
 
@@ -317,14 +340,23 @@ def _thumbnail(shard_set: ShardSet, index: int) -> dict[str, str]:
 
 
 class Evaluator:
-    """Retrieval on a captioned set, at any step of a run; rows go to eval.jsonl, examples to examples.json."""
+    """Retrieval on a captioned set and classification of class folders, at any step of a run.
 
-    def __init__(self, ranks: World, home: Path, model: CLIP, preparer: Preparer, val: str, batch: int) -> None:
+    Rows go to eval.jsonl, examples to examples.json.
+    """
+
+    def __init__(
+        self, ranks: World, home: Path, model: CLIP, preparer: Preparer, val: str, batch: int,
+        *, classes: str = "", templates: str = "",
+    ) -> None:  # fmt: skip
         self.ranks, self.home, self.model, self.preparer, self.batch = ranks, home, model, preparer, batch
         self.shard_set = ShardSet.open(val) if val else None
+        self.classes, self.templates = classes, read_templates(templates)
+        if classes:
+            class_folders(classes)  # what is wrong with them is said before the first step
 
     def run(self, step: int, *, examples: bool, more: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Measure now. Every rank must call it; returns {"retrieval": {…}}, or nothing without a set."""
+        """Measure now. Every rank must call it; returns {"retrieval": {…}, "zero_shot": {…}}, of which it has sets."""
         found: dict[str, Any] = {}
         start = time.perf_counter()
         if self.shard_set is not None:
@@ -332,12 +364,16 @@ class Evaluator:
             if not embedded.captions:
                 raise RunError(f"no picture of {self.shard_set.folder} could be decoded; run `pairmill verify --deep`")
             found["retrieval"] = {
-                **recalls(embedded.img_NE, embedded.txt_ME, embedded.owner_M),
+                **recalls(embedded.img_NE, embedded.txt_ME, embedded.owner_M, ranks=self.ranks),
                 "images": len(embedded.img_NE),
                 "captions": len(embedded.captions),
             }
             if examples and self.ranks.main:
                 write_examples(self.home, step, pick_examples(embedded, self.shard_set))
+        if self.classes:
+            found["zero_shot"] = zero_shot(
+                self.model, self.preparer, self.classes, self.templates, self.ranks, self.batch
+            )
         found |= more or {}
         if found and self.ranks.main:
             seconds = time.perf_counter() - start
@@ -383,13 +419,12 @@ def run(config: EvalConfig) -> dict[str, Any]:
     weights.into(model)
     model.to(device)
     with _preparer(config, weights.shape, device) as preparer:
-        more: dict[str, Any] = {"checkpoint": weights.source}
-        if config.zero_shot:
-            templates = read_templates(config.templates)
-            more["zero_shot"] = zero_shot(model, preparer, config.zero_shot, templates, device, config.batch)
-        ranks = World(0, 1, 0, device)
+        evaluator = Evaluator(
+            World(0, 1, 0, device), home, model, preparer, val, config.batch,
+            classes=config.zero_shot, templates=config.templates,
+        )  # fmt: skip
         step = int(weights.meta.get("step", 0))
-        found = Evaluator(ranks, home, model, preparer, val, config.batch).run(step, examples=True, more=more)
+        found = evaluator.run(step, examples=True, more={"checkpoint": weights.source})
     return {"step": step, **found}
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from core.errors import ConfigError
@@ -84,8 +84,18 @@ def _loss_gradients(
     return loss.detach(), grads[:2], grads[2:]
 
 
-def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
+@contextlib.contextmanager
+def _no_sync(model: nn.Module) -> Iterator[None]:
+    """Gradients stay on this rank inside."""
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+    else:
+        yield
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

@@ -12,6 +12,7 @@ import logging
 import math
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -26,23 +27,22 @@ from core.metrics import Jsonl
 from core.progress import Progress
 from core.runner import cores
 from shardkit.reader import ShardSet, user_cache
-from train import checkpoint
+from train import checkpoint, memory
 from train.config import TrainConfig
 from train.data import Batch, Loader, Plan, Preparer, Quarantine, make_decoder
-from train.distributed import World, barrier, gather_objects, wrap
+from train.distributed import World, barrier, gather_objects, is_sharded, wrap
 from train.evaluate import EVAL_BATCH, Evaluator
 from train.export import load_weights
 from train.gradcache import LossFn, gradcache_step
+from train.guard import MAX_ROLLBACKS, MAX_SKIPPED, Guard, LossScale, clip_by_tower, total_norm
 from train.loss import clip_loss_and_accuracy, siglip_loss
 from train.meter import Meter, peak_flops
 from train.models import ModelConfig, model_config
-from train.optim import clamp_log_scale, clip_grad_norm, lr_at, make_optimizer, set_lr
+from train.optim import clamp_log_scale, lr_at, make_optimizer, set_lr
 from train.tokenizer import Tokenizer
 from train.towers import CLIP, unwrap
 
 log = logging.getLogger("pairmill.train")
-
-MAX_SKIPPED = 10  # steps in a row without a finite loss: the weights are lost, and more steps will not bring them back
 
 
 def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, Any]:
@@ -64,14 +64,17 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
     shape = dataclasses.replace(model_config(config.model), patch_dropout=config.patch_dropout)
 
     # ---- model ------------------------------------------------------------------------------------------------------
-    saved = _newest_on_all_ranks(home / "checkpoints", ranks)
+    kept = config.checkpoints or str(home / "checkpoints")
+    saved = _newest_on_all_ranks(kept, ranks)
     weights = load_weights(config.init, config.model) if config.init and saved is None else None
     given = saved.shape if saved is not None else weights.shape if weights is not None else None
     if given is not None:  # the activation is no matter of taste for given weights
         shape = dataclasses.replace(shape, quick_gelu=given.quick_gelu)
+    watch = memory.watch(config, ranks, shape, plan, tokenizer)
     torch.manual_seed(config.seed)
     clip = CLIP(shape, config.precision, logit_bias=config.loss == "siglip")
     clip.set_checkpointing(config.checkpointing)
+    clip.visual.requires_grad_(not config.lock_image)
     if weights is not None:
         weights.into(clip)
 
@@ -86,7 +89,7 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
     barrier()
 
     # ---- optimiser --------------------------------------------------------------------------------------------------
-    model = wrap(clip, ranks)
+    model = wrap(clip, ranks, sharded=config.fsdp)
     if config.compile:
         clip.visual.compile()
     optimizer = make_optimizer(clip, config.lr, config.wd)
@@ -98,20 +101,28 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
         config.decode, shape.image_size, _threads(config, ranks), plan.batch_size // ranks.size, ranks.device
     )
     preparer = Preparer(decoder, tokenizer, shape.context)
-    evaluator = Evaluator(ranks, home, clip, preparer, val, min(EVAL_BATCH, plan.batch_size // ranks.size))
+    evaluator = Evaluator(
+        ranks, home, clip, preparer, val, min(EVAL_BATCH, plan.batch_size // ranks.size),
+        classes=config.zero_shot, templates=config.templates,
+    )  # fmt: skip
     loader = Loader(
         plan, preparer, Quarantine(home / "quarantine.jsonl", ranks.rank, config.max_bad),
         rank=ranks.rank, ranks=ranks.size, start=start, stop=total, crop=config.crop, flip=config.flip,
         jitter=config.jitter, gray=config.gray,
     )  # fmt: skip
-    meter = Meter(ranks, loader, shape, peak_flops(ranks, config.precision), Jsonl(home / "metrics.jsonl"))
-    trainer = Trainer(config, ranks, home, model, optimizer, meter, evaluator, fixed, total)
+    meter = Meter(ranks, loader, shape, peak_flops(ranks, config.precision), Jsonl(home / "metrics.jsonl"), watch)
+    writer = checkpoint.Writer(kept, config.keep, config.keep_every)
+    trainer = Trainer(config, ranks, home, model, optimizer, meter, evaluator, writer, fixed, total)
+    if saved is not None:
+        trainer.guard.restore(saved.meta.get("guard", {}))
+        trainer.loss_scale = LossScale(**saved.meta.get("loss_scale", {"value": trainer.loss_scale.value}))
     with contextlib.closing(decoder), _stop_signals() as stop:
         _loop(trainer, loader, stop, start)
 
         # ---- evaluation and end -------------------------------------------------------------------------------------
         if trainer.step == total:
             trainer.evaluate(examples=True)
+    writer.finish()
     return trainer.summary()
 
 
@@ -123,9 +134,10 @@ def _loop(trainer: Trainer, loader: Loader, stop: threading.Event, start: int) -
         Progress(f"train {config.name}", total, "steps", done=start) if trainer.ranks.main else _silence() as progress,
     ):
         for batch in loader:
-            stopping = trainer.one_step(batch, stop.is_set())
+            stopping, due = trainer.one_step(batch, stop.is_set())
             step, last = trainer.step, trainer.step == total
-            saving = stopping or last or (config.checkpoint_every > 0 and step % config.checkpoint_every == 0)
+            due = due or (config.checkpoint_every > 0 and step % config.checkpoint_every == 0)
+            saving = stopping or last or due
             if saving or step % config.log_every == 0:
                 row = trainer.log_row()  # also before a checkpoint, so that no interval spans one
                 progress.advance(text=f"loss {math.nan if row['loss'] is None else row['loss']:.3f}")
@@ -133,6 +145,7 @@ def _loop(trainer: Trainer, loader: Loader, stop: threading.Event, start: int) -
             if saving:
                 trainer.save()
             if stopping and not last:
+                trainer.writer.finish()
                 raise RunError(f"stopped by a signal after step {step} of {total}; run the same command to continue")
             if not last and config.eval_every > 0 and step % config.eval_every == 0:
                 trainer.evaluate(examples=False)
@@ -150,80 +163,132 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         meter: Meter,
         evaluator: Evaluator,
+        writer: checkpoint.Writer,
         fixed: dict[str, Any],
         total: int,
     ) -> None:
         self.config, self.ranks, self.home, self.model, self.optimizer = config, ranks, home, model, optimizer
-        self.meter, self.evaluator, self.fixed, self.total = meter, evaluator, fixed, total
+        self.meter, self.evaluator, self.writer, self.fixed, self.total = meter, evaluator, writer, fixed, total
         self.step = meter.loader.start
         self.objective = Objective(config.loss, meter.loader.plan.shard_set)
         self.warmup = config.warmup or min(2000, math.ceil(total / 10))
         self.lr = 0.0
-        self._skipped = 0
+        self.norms: dict[str, float | None] = {}
+        self.guard = Guard(config.spike)
+        self.loss_scale = LossScale.of(config.precision)
         self._evaluated: dict[str, Any] = {}
 
-    def one_step(self, batch: Batch, stop: bool) -> bool:
-        """One update of the weights; returns whether any rank was told to stop."""
+    def one_step(self, batch: Batch, stop: bool) -> tuple[bool, bool]:
+        """One update of the weights; returns whether any rank was told to stop, and whether it is time to save."""
         self.model.train()
+        if self.config.lock_image:
+            unwrap(self.model).visual.eval()  # no patch dropout, no running statistics
         _seed(self.config.seed, batch.step, self.ranks.rank)
         with self.meter.timed(self.meter.h2d):
             batch = batch.to(self.ranks.device)
         with self.meter.timed(self.meter.compute):
             self.optimizer.zero_grad(set_to_none=True)
             micro = self.config.micro_batch or None
-            loss = gradcache_step(self.model, batch.pixels_bCSS, batch.tokens_bL, self.objective.of(batch), micro)
-            norm = clip_grad_norm(self.model.parameters(), self.config.grad_clip or None)
+            loss_fn, factor = self.objective.of(batch), self.loss_scale.value
+            loss = gradcache_step(
+                self.model, batch.pixels_bCSS, batch.tokens_bL, lambda *x: loss_fn(*x) * factor, micro
+            ) / factor  # fmt: skip
+            self.loss_scale.divide(self.model.parameters())
+            norms = clip_by_tower(self.model, self.config.grad_clip)
             # One look at the device a step: whether to use the gradients has to be known before they are used.
-            values = torch.stack([loss.float(), norm.float()]).tolist()
-            broken, stopping = _any_rank(self.ranks, not all(map(math.isfinite, values)), stop)
-            if not broken:
+            values = torch.stack([loss.float(), total_norm(norms), *(n.float() for n in norms.values())]).tolist()
+            fault = self.guard.fault(values[0], values[1])
+            broken, spike, stopping, due = _any_rank(
+                self.ranks, fault == "not finite", fault == "spike", stop, self._time_to_save()
+            )
+            fault = "not finite" if broken else "spike" if spike else ""
+            if self.loss_scale.overflowed(not broken):
+                fault = "overflow"
+            if not fault:
                 self.lr = lr_at(batch.step, peak=self.config.lr, warmup=self.warmup, total=self.total)
                 set_lr(self.optimizer, self.lr)
                 self.optimizer.step()
                 clamp_log_scale(self.model)
         self.step = batch.step + 1
-        self.meter.add(batch, values[0], self.objective.accuracy(), values[1], not broken)
-        self._skipped = self._skipped + 1 if broken else 0
-        if broken:
-            self._note_skipped(batch, values)
-        return stopping
+        self.meter.add(batch, values[0], self.objective.accuracy(), values[1], not fault)
+        self.norms = {tower: n if math.isfinite(n) else None for tower, n in zip(norms, values[2:], strict=True)}
+        if fault != "overflow":  # which fp16 does now and then, and which says nothing about the run
+            self.guard.note(values[0], fault)
+        if fault and fault != "overflow":
+            self._leave_out(batch, values, fault)
+        return stopping, due
 
-    def _note_skipped(self, batch: Batch, values: list[float]) -> None:
-        """A step whose loss or gradient is not finite was left out: say with which samples."""
+    def _time_to_save(self) -> bool:
+        """By rank 0's clock, because clocks differ."""
+        minutes = self.config.checkpoint_minutes
+        return self.ranks.main and minutes > 0 and time.monotonic() - self.writer.saved_at >= 60 * minutes
+
+    def _leave_out(self, batch: Batch, values: list[float], fault: str) -> None:
+        """A step was left out: say why and with which samples, and go back when too many were."""
         uids = [uid for part in gather_objects(batch.uids) for uid in part]
         if self.ranks.main:
-            row = {"step": self.step, "loss": str(values[0]), "grad_norm": str(values[1]), "uids": uids}
+            row = {"step": self.step, "why": fault, "loss": str(values[0]), "grad_norm": str(values[1]), "uids": uids}
             Jsonl(self.home / "skipped.jsonl").append(row)
-            log.warning("step %d skipped: loss %s, gradient norm %s", self.step, *values)
-        if self._skipped >= MAX_SKIPPED:
+            log.warning("step %d skipped (%s): loss %s, gradient norm %s", self.step, fault, *values[:2])
+        if self.guard.lost:
+            self._roll_back(fault)
+
+    def _roll_back(self, fault: str) -> None:
+        """Take the weights of the newest checkpoint from before the steps that were left out, and go on with new data.
+
+        Raises:
+            RunError: there is none, or this was done too often; of mere spikes the new level is accepted instead.
+        """
+        self.writer.finish()
+        first, times = self.step - self.guard.skipped, self.guard.rollbacks + 1
+        saved = _newest_on_all_ranks(self.writer.home.url, self.ranks, below=first) if times <= MAX_ROLLBACKS else None
+        if saved is None and fault == "spike":
+            log.warning("the loss stays where it jumped to; from step %d on that counts as usual", self.step)
+            self.guard.forget()
+            return
+        if saved is None:
             raise RunError(
                 f"{MAX_SKIPPED} steps in a row had no finite loss, up to step {self.step}; lower --lr, or look at the "
                 f"samples in {self.home / 'skipped.jsonl'}, then continue from an older checkpoint"
             )
+        log.warning(
+            "step %d: %d steps in a row were left out; back to the weights of %s", self.step, MAX_SKIPPED, saved.path
+        )
+        checkpoint.restore_model(unwrap(self.model), saved.model)
+        checkpoint.restore_optimizer(unwrap(self.model), self.optimizer, saved.optimizer)
+        self.guard.restore({**saved.meta.get("guard", {}), "rollbacks": times, "skipped": 0})
 
     def log_row(self) -> dict[str, Any]:
         scale = float(unwrap(self.model).logit_scale.detach().exp())
-        return self.meter.row(self.step, lr=self.lr, scale=scale)
+        return self.meter.row(self.step, lr=self.lr, scale=scale, grad_norms=self.norms)
 
     def save(self) -> None:
+        files = checkpoint.snapshot(unwrap(self.model), self.optimizer) if self._holds_all() else {}
         if self.ranks.main:
             epoch = self.step // self.meter.loader.plan.steps_per_epoch
-            meta = {**self.fixed, "epoch": epoch, "samples_seen": self.step * self.config.batch_size}
-            checkpoint.save(self.home / "checkpoints", self.step, unwrap(self.model), self.optimizer, meta)
-            checkpoint.prune(self.home / "checkpoints", self.config.keep)
+            seen = {
+                "epoch": epoch,
+                "samples_seen": self.step * self.config.batch_size,
+                "guard": self.guard.state(),
+                "loss_scale": dataclasses.asdict(self.loss_scale),
+            }
+            self.writer.save(self.step, files, {**self.fixed, **seen})
+
+    def _holds_all(self) -> bool:
+        """Whether this rank has a part in a checkpoint: rank 0 writes it, and of a sharded model all give theirs."""
+        return self.ranks.main or is_sharded(self.model)
 
     def evaluate(self, *, examples: bool) -> None:
         self._evaluated = self.evaluator.run(self.step, examples=examples)
 
     def summary(self) -> dict[str, Any]:
-        path = self.home / "checkpoints" / f"step_{self.step:08d}"
         return {
             "steps": self.step,
             "samples_seen": self.step * self.config.batch_size,
             "samples_left_out": self.meter.loader.plan.shard_set.lost,
             "loss": self._last_loss(),
             **self.meter.summary(),
-            "checkpoint": str(path),
+            "checkpoint": self.writer.path(self.step),
             "run": str(self.home),
             "data": self.fixed["data"],
             **self._evaluated,
@@ -276,9 +341,9 @@ def _fixed(config: TrainConfig, plan: Plan, tokenizer: Tokenizer, shape: ModelCo
     }
 
 
-def _newest_on_all_ranks(home: Path, ranks: World) -> checkpoint.Saved | None:
+def _newest_on_all_ranks(home: str, ranks: World, below: int | None = None) -> checkpoint.Saved | None:
     """Rank 0 chooses, all read the same one."""
-    saved = checkpoint.newest(home) if ranks.main else None
+    saved = checkpoint.newest(home, below) if ranks.main else None
     path = gather_objects(saved.path if saved is not None else None)[0]
     return saved if ranks.main or path is None else checkpoint.load(path)
 

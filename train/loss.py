@@ -44,8 +44,9 @@ gather_rows, scatter_sum = CLOCK.timed()(distributed.gather_rows), CLOCK.timed()
 
 LOG2_E = math.log2(math.e)
 
-# Side of a tile. On CPUs one that stays in the second-level cache beside its operands; on GPUs one that fills the card.
-TILE_CPU = 512
+# Side of a tile. On a Zen 4 core (D = 512, 4,096 pairs; 1 MB of second-level cache) 256, 512, 768 and 1,024 took 1.13, 1.01,
+# 0.93 and 0.94 s: larger tiles ask less often for masks and call less. On GPUs one that fills the card.
+TILE_CPU = 1024
 TILE_GPU = 4096
 
 
@@ -100,7 +101,7 @@ class Stripe(NamedTuple):
 
     def logits(self, scale: Tensor, rows: slice, columns: slice) -> Tensor:
         """`scale` times the cosines of a tile, -inf where excluded."""
-        logits = (self.img_bD[rows] * scale) @ self.txt_BD[columns].T
+        logits = _products(self.img_bD[rows] * scale, self.txt_BD[columns])
         excluded = self.excluded(rows, columns)
         return logits if excluded is None else logits.masked_fill_(excluded, -torch.inf)
 
@@ -138,6 +139,14 @@ def clip_loss_and_accuracy(
     with torch.autocast(img_bD.device.type, enabled=False):
         img, txt = _accumulation_type(img_bD), _accumulation_type(txt_bD)
         return _ClipLoss.apply(img, txt, log_scale, valid_b, group_b, tile, pg)
+
+
+def _products(x_tD: Tensor, y_TD: Tensor) -> Tensor:
+    # The operator that torch's own CPU compiler emits: on Zen 4 a tenth faster at fp32 tiles than the product of `@`.
+    fused = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+    if fused is None or x_tD.dtype != torch.float32 or x_tD.device.type != "cpu":
+        return x_tD @ y_TD.T
+    return fused(x_tD, y_TD, None, "none", [], "")
 
 
 def _accumulation_type(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ the run nothing unless the loop waits as well.
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from core.metrics import Jsonl, Series
 from train.comm import CLOCK
 from train.data import Batch, Loader
 from train.distributed import World, gather_objects
+from train.memory import Watch
 from train.models import ModelConfig, flops_per_pair
 
 PEAK_S = 0.3  # seconds spent on measuring the peak: on a busy machine the best of a few products is no peak
@@ -45,7 +47,10 @@ class Interval:
 class Meter:
     """Collects steps on every rank and writes rows on rank 0."""
 
-    def __init__(self, ranks: World, loader: Loader, model: ModelConfig, peak_flops: float, file: Jsonl) -> None:
+    def __init__(
+        self, ranks: World, loader: Loader, model: ModelConfig, peak_flops: float, file: Jsonl, watch: Watch
+    ) -> None:
+        self.watch = watch
         self.ranks, self.loader, self.model, self.peak_flops, self.file = ranks, loader, model, peak_flops, file
         self.batch_size = loader.plan.batch_size
         self.h2d, self.compute, self.comm = Series(), Series(), Series()
@@ -66,6 +71,7 @@ class Meter:
     def add(self, batch: Batch, loss: float, accuracy: float | None, norm: float, finite: bool) -> None:
         """One step is over."""
         self.comm.add(CLOCK.take())
+        self.watch.after(batch.step + 1 - self.loader.start)
         now = self.interval
         now.hashes.append(sum(xxhash.xxh3_64_intdigest(uid.encode()) for uid in batch.uids))
         now.positions += int(batch.tokens_bL.argmax(dim=1).sum()) + len(batch.uids)
@@ -78,7 +84,7 @@ class Meter:
         else:
             now.skipped += 1
 
-    def row(self, step: int, *, lr: float, scale: float) -> dict[str, Any]:
+    def row(self, step: int, *, lr: float, scale: float, grad_norms: dict[str, float | None]) -> dict[str, Any]:
         """Gather the interval from all ranks, write its row (rank 0), start a new one. Every rank must call it."""
         places = {"decode": self.loader.waits.decode, "h2d": self.h2d, "compute": self.compute, "comm": self.comm,
                   "reader": self.loader.waits.reader, "decode_busy": self.loader.waits.decode_busy}  # fmt: skip
@@ -104,6 +110,7 @@ class Meter:
             "scale": scale,
             "lr": lr,
             "grad_norm": _mean(now.norm),
+            "grad_norms": grad_norms,  # of the last step, by tower
             "pairs_per_s": rate,
             "wait_share": wait_share,
             "mfu": self._mfu(rate, text_len),
@@ -114,6 +121,7 @@ class Meter:
             "invalid": sum(invalid),
             "skipped": now.skipped,
             "batch_hash": _joined_hash(hashes),
+            "memory": peak_memory(self.ranks.device),
             "time": time.time(),
         }
         if self.ranks.main:
@@ -183,9 +191,16 @@ def _joined_hash(hashes: list[list[int]]) -> str:
     return xxhash.xxh3_64_hexdigest(b"".join(s.to_bytes(8, "big") for s in sums))
 
 
+def peak_memory(device: torch.device) -> int:
+    """Most bytes that this rank has held so far: on its GPU, or of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def peak_flops(ranks: World, precision: str) -> float:
     """Measured peak of all ranks together, operations a second: a large matrix product, the best of some, all at once."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     gpu = ranks.device.type == "cuda"
     side = 8192 if gpu else 1024
     a = torch.ones(side, side, dtype=dtype, device=ranks.device)

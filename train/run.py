@@ -15,9 +15,10 @@ import json
 import logging
 import math
 import os
+import re
+import signal
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from core.storage import Folder
 from core.work import locked, package_version
 from train import checkpoint
 from train.config import TrainConfig
-from train.distributed import World, barrier, choose_device, launch_ranks, launched, ranks_from_env, world
+from train.distributed import Ended, World, barrier, choose_device, launch_ranks, launched, ranks_from_env, world
 from train.evaluate import val_folder
 from train.export import run_folder
 from train.models import model_config
@@ -41,8 +42,11 @@ DONE = "done.json"
 FAILED = "failed.json"
 LOCK = ".lock"
 
-NOT_NEGATIVE = ("micro_batch", "ranks", "steps", "warmup", "eval_every", "checkpoint_every", "threads", "grad_clip", "lr",
-                "wd")  # fmt: skip
+# What gloo and NCCL say when a rank at the other end is gone.
+LOST_CONTACT = re.compile(r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|TCPStore")
+
+NOT_NEGATIVE = ("micro_batch", "ranks", "steps", "warmup", "eval_every", "checkpoint_every", "checkpoint_minutes",
+                "keep_every", "threads", "grad_clip", "spike", "lr", "wd")  # fmt: skip
 
 
 def run(config: TrainConfig) -> dict[str, Any]:
@@ -79,6 +83,8 @@ def check(config: TrainConfig) -> None:
             raise ConfigError(f"expected {name} of at least 0, found {getattr(config, name)}")
     if abs(config.seed) >= 1 << 63:
         raise ConfigError(f"expected a seed of at most 63 bits, found {config.seed}")
+    if config.lock_image and not config.init:
+        raise ConfigError("a locked image tower learns nothing: name with --init the weights that it has already")
     if config.epochs < 1 and not config.steps:
         raise ConfigError(f"expected at least one epoch or step, found epochs {config.epochs} and steps 0")
     if not 0 < config.crop <= 1:
@@ -174,6 +180,8 @@ def _prepare(config: TrainConfig, home: Path) -> None:
         for leftover in home.iterdir():
             if leftover.name != LOCK:
                 Folder(home).remove(leftover.name)
+        if config.checkpoints:
+            checkpoint.remove_all(config.checkpoints)
     _check_settings(config, home)
 
 
@@ -186,7 +194,7 @@ def _locked(home: Path) -> contextlib.AbstractContextManager[None]:
 def _check_settings(config: TrainConfig, home: Path) -> None:
     """Compare with the settings the run began with, or write them down. A run without a checkpoint binds nobody."""
     folder, wanted = Folder(home), plain(config.fingerprint())
-    if folder.exists(SETTINGS) and (folder.exists(DONE) or checkpoint.steps_saved(home / "checkpoints")):
+    if folder.exists(SETTINGS) and (folder.exists(DONE) or checkpoint.steps_saved(checkpoints_of(config, home))):
         recorded = json.loads(folder.read(SETTINGS))["settings"]
         for key in sorted(set(recorded) | set(wanted)):
             if recorded.get(key) != wanted.get(key):
@@ -198,6 +206,11 @@ def _check_settings(config: TrainConfig, home: Path) -> None:
     everything = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     record = {"settings": wanted, "as_run": plain(everything), "version": package_version()}
     folder.write(SETTINGS, json.dumps(record, indent=1).encode())
+
+
+def checkpoints_of(config: TrainConfig, home: Path) -> str:
+    """Where a run keeps its checkpoints."""
+    return config.checkpoints or str(home / "checkpoints")
 
 
 def read_done(home: Path) -> dict[str, Any] | None:
@@ -242,9 +255,9 @@ def _launch(config: TrainConfig, home: Path, ranks: int) -> dict[str, Any]:
     (home / FAILED).unlink(missing_ok=True)
     config = dataclasses.replace(config, fresh=False)
     values = json.dumps(plain({f.name: getattr(config, f.name) for f in dataclasses.fields(config)}))
-    code = launch_ranks(["-m", "train.run", values], ranks, env=_rank_paths())
-    if code != 0:
-        _raise_failure(home, code)
+    ended = launch_ranks(["-m", "train.run", values], ranks, env=_rank_paths())
+    if ended.code != 0:
+        _raise_failure(home, ended)
     finished = read_done(home)
     if finished is None:
         raise RunError(f"the ranks ended without a summary in {home}; run the same command again to continue")
@@ -258,13 +271,17 @@ def _rank_paths() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
-def _raise_failure(home: Path, code: int) -> None:
+def _raise_failure(home: Path, ended: Ended) -> None:
     try:
         failed = json.loads((home / FAILED).read_text())
     except (OSError, ValueError):
+        who = "a rank" if ended.rank is None else f"rank {ended.rank}"
+        how = f"died (exit code {ended.code}); its own words are above"
+        if ended.signal:
+            how = f"was killed by {signal.Signals(ended.signal).name}; a kernel short of memory does that (see `dmesg`)"
         raise RunError(
-            f"a rank of the run in {home} died (exit code {code}); its own words are above; run the same command again "
-            "to continue from the newest checkpoint"
+            f"{who} of the run in {home} {how}; the others were stopped; run the same command again to continue from the "
+            "newest checkpoint"
         ) from None
     kind = getattr(errors, failed["error"], RunError)
     raise kind(failed["message"])
@@ -272,16 +289,24 @@ def _raise_failure(home: Path, code: int) -> None:
 
 def main() -> None:
     """One rank under torchrun: `python -m train.run SETTINGS`, a JSON object."""
-    # The names that torch would rather have do not exist in the older versions that we take.
-    warnings.filterwarnings("ignore", category=FutureWarning, message=r".*is deprecated")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     values = json.loads(sys.argv[1])
     config = build(TrainConfig, values, where="the launcher")
+    home, rank = Path(run_folder(config.work, config.name)), ranks_from_env()[0]
     try:
         run(config)
     except PairmillError as error:
-        _leave_word(Path(run_folder(config.work, config.name)), error)
+        _leave_word(home, error)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        if LOST_CONTACT.search(str(error)):  # the rank that it was lost to knows why, or was killed
+            log.error("rank %d lost contact with another rank", rank)
+        else:
+            log.exception("rank %d failed", rank)
+            _leave_word(home, RunError(f"rank {rank} failed: {type(error).__name__}: {error}; its traceback is above"))
+        sys.exit(RunError.exit_code)
 
 
 def _leave_word(home: Path, error: PairmillError) -> None:

@@ -30,7 +30,7 @@ IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 INITIAL_LOG_SCALE = math.log(1 / 0.07)
 INITIAL_BIAS = -10.0  # SigLIP's
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 # Rows of padding a text segment may hold before a new one is opened; each segment costs some 20 small calls a layer.
 SEGMENT_WASTE = 256

@@ -145,6 +145,72 @@ def test_a_copy_that_someone_made_beside_them_is_no_checkpoint_and_stays(tmp_pat
     ]
 
 
+def test_every_so_many_steps_one_is_kept_for_good(tmp_path: Path) -> None:
+    write(tmp_path, 4, 6, 8, 10, 12, 14)
+    checkpoint.prune(tmp_path, 2, 4)
+    assert checkpoint.steps_saved(tmp_path) == [4, 8, 12, 14]
+
+
+def test_what_is_written_in_the_background_is_what_was_there_when_it_began(tmp_path: Path) -> None:
+    model, optimizer = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    writer = checkpoint.Writer(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        writer.save(step, checkpoint.snapshot(model, optimizer), META)
+        take_step(model, optimizer)
+        if step == 1:
+            writer.finish()
+            first = checkpoint.load(tmp_path / "step_00000001")
+            assert all(torch.equal(first.model[name], value) for name, value in before.items())
+    writer.finish()
+    assert checkpoint.steps_saved(tmp_path) == [2, 3]
+    assert writer.path(3) == str(tmp_path / "step_00000003")
+
+
+def test_a_fault_of_the_background_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    writer = checkpoint.Writer(tmp_path / "file", keep=2)
+    writer.save(1, checkpoint.snapshot(*make(0)), META)
+    with pytest.raises(StorageError, match="cannot write"):
+        writer.finish()
+    writer.finish()  # said once
+
+
+def test_an_older_one_is_found_below_a_step(tmp_path: Path) -> None:
+    write(tmp_path, 10, 20, 30)
+    found = [checkpoint.newest(tmp_path, below) for below in (None, 29, 20, 9)]
+    assert [saved and saved.step for saved in found] == [30, 20, 20, None]
+
+
+def test_checkpoints_in_an_object_store_over_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3fs, moto = pytest.importorskip("s3fs"), pytest.importorskip("moto.server")
+    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    s3fs.S3FileSystem.clear_instance_cache()
+    try:
+        store = s3fs.S3FileSystem()
+        store.mkdir("runs")
+        model, optimizer = make()
+        writer = checkpoint.Writer("s3://runs/a", keep=2)
+        for step in (1, 2, 3):
+            writer.save(step, checkpoint.snapshot(model, optimizer), META)
+        writer.finish()
+        assert checkpoint.steps_saved("s3://runs/a") == [2, 3]
+        saved = checkpoint.newest("s3://runs/a")
+        assert saved is not None and saved.path == writer.path(3) == "s3://runs/a/step_00000003"
+        assert all(torch.equal(saved.model[name], value) for name, value in model.state_dict().items())
+        store.pipe_file("runs/a/step_00000003/model.safetensors", b"cut")
+        saved = checkpoint.newest("s3://runs/a")
+        assert saved is not None and saved.step == 2
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()
+        server.stop()
+
+
 @pytest.mark.parametrize(("key", "words"), list(checkpoint.FIXED.items()))
 def test_a_resume_with_anything_else_is_refused_by_name(tmp_path: Path, key: str, words: str) -> None:
     write(tmp_path, 3)

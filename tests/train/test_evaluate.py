@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from train.decode_cpu import CpuDecoder, Picture, middle_view, render
 from train.distributed import World
 from train.evaluate import (
     Embedded,
+    Evaluator,
     class_folders,
     embed,
     pick_examples,
@@ -41,6 +43,7 @@ from train.tokenizer import Tokenizer
 from train.towers import CLIP
 
 CPU = torch.device("cpu")
+ALONE = World(0, 1, 0, CPU)
 SHAPE = model_config("test-32")
 
 
@@ -110,7 +113,7 @@ def test_a_model_that_maps_everything_to_one_point_scores_nothing() -> None:
 
 def test_embeddings_are_those_of_each_picture_and_caption_alone(work: Path, preparer: Preparer) -> None:
     shard_set, model = ShardSet.open(work / "holdout"), make_model().eval()
-    found = embed(model, preparer, shard_set, World(0, 1, 0, CPU), batch=4)
+    found = embed(model, preparer, shard_set, ALONE, batch=4)
     assert found.img_NE.shape == (15, SHAPE.embed_dim) and found.txt_ME.shape == (30, SHAPE.embed_dim)
     assert found.owner_M.tolist() == [i for i in range(15) for _ in range(2)]
     assert found.captions == [c for i in range(15) for c in shard_set.captions(i)]
@@ -135,19 +138,34 @@ def _embed_here(work: str) -> Embedded:
         return embed(make_model(), Preparer(decoder, Tokenizer(), SHAPE.context), ShardSet.open(work), ranks, batch=4)
 
 
+def _measure_here(work: str, classes: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    ranks = World(dist.get_rank(), dist.get_world_size(), 0, CPU)
+    with closing(CpuDecoder(SHAPE.image_size, 1)) as decoder:
+        preparer = Preparer(decoder, Tokenizer(), SHAPE.context)
+        evaluator = Evaluator(ranks, Path(work).parent / "measured", make_model(), preparer, work, 4, classes=classes)
+        return evaluator.run(3, examples=False)
+
+
 def test_ranks_share_the_work_and_get_the_same_embeddings(work: Path, preparer: Preparer) -> None:
-    alone = embed(make_model(), preparer, ShardSet.open(work / "holdout"), World(0, 1, 0, CPU))
+    alone = embed(make_model(), preparer, ShardSet.open(work / "holdout"), ALONE)
+    figures = Evaluator(
+        ALONE, work / "alone", make_model(), preparer, str(work / "holdout"), 4, classes=str(work / "classes")
+    ).run(3, examples=False)
+    assert set(figures) == {"retrieval", "zero_shot"}
     with Ranks(2) as ranks:  # 15 pictures: one rank has 8, the other 7
         for part in ranks.run(_embed_here, str(work / "holdout")):
             assert torch.allclose(part.img_NE, alone.img_NE, atol=1e-5)
             assert torch.allclose(part.txt_ME, alone.txt_ME, atol=1e-5)
             assert part.index_N == alone.index_N and torch.equal(part.owner_M, alone.owner_M)
+        assert ranks.run(_measure_here, str(work / "holdout"), str(work / "classes")) == [figures] * 2
 
 
 def test_an_unreadable_picture_is_left_out_with_its_captions(tmp_path: Path, preparer: Preparer) -> None:
     whole = encode_jpeg(photograph(1), 90)
     work = make_work(tmp_path, 12, bad={5: whole[: len(whole) // 2]})
-    found = embed(make_model(), preparer, ShardSet.open(work / "shards"), World(0, 1, 0, CPU))
+    found = embed(make_model(), preparer, ShardSet.open(work / "shards"), ALONE)
     assert len(found.img_NE) == 11 and len(found.captions) == 22 and len(found.index_N) == 11
     assert not any("number 5" in caption for caption in found.captions)
     assert found.owner_M.tolist() == [i for i in range(11) for _ in range(2)]
@@ -155,7 +173,7 @@ def test_an_unreadable_picture_is_left_out_with_its_captions(tmp_path: Path, pre
 
 def test_zero_shot_equals_classifying_one_picture_at_a_time(work: Path, preparer: Preparer) -> None:
     model, templates = make_model().eval(), ["a photo of a {}.", "{}"]
-    found = zero_shot(model, preparer, str(work / "classes"), templates, CPU, batch=5)
+    found = zero_shot(model, preparer, str(work / "classes"), templates, ALONE, batch=5)
     names = sorted(p.name for p in (work / "classes").iterdir())
     right = total = 0
     with torch.no_grad():
@@ -176,7 +194,7 @@ def test_a_broken_model_classifies_nothing_rightly(work: Path, preparer: Prepare
     model = make_model()
     with torch.no_grad():
         model.visual.proj.fill_(value)
-    found = zero_shot(model, preparer, str(work / "classes"), ["{}"], CPU)
+    found = zero_shot(model, preparer, str(work / "classes"), ["{}"], ALONE)
     assert found["accuracy"] == 0.0 and set(found["per_class"].values()) == {0.0}
 
 
@@ -193,7 +211,7 @@ def test_what_a_file_browser_leaves_behind_is_no_class(tmp_path: Path) -> None:
 
 def test_examples_show_the_nearest_and_open_as_jpeg(work: Path, preparer: Preparer) -> None:
     shard_set = ShardSet.open(work / "holdout")
-    embedded = embed(make_model(), preparer, shard_set, World(0, 1, 0, CPU))
+    embedded = embed(make_model(), preparer, shard_set, ALONE)
     found = json.loads(json.dumps(pick_examples(embedded, shard_set)))
     assert len(found["images"]) == 12 and len(found["texts"]) == 6
     similarity = embedded.img_NE @ embedded.txt_ME.T
