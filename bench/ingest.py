@@ -288,7 +288,7 @@ def _resident(process: psutil.Process) -> int:
 
 
 def memory(bench: Bench) -> Claims:
-    """Peak and growth of the largest worker; the samples go to memory.json in the folder of --keep."""
+    """Peak and growth of the largest worker; a plot goes to memory.svg in the folder of --keep."""
     with nginx(bench.images) as base, tempfile.TemporaryDirectory(dir=bench.folder) as work:
         names = [path.name for path in photographs(bench)]
         urls = write_list(bench.folder / "memory.parquet", base, names, bench.rows)
@@ -298,7 +298,7 @@ def memory(bench: Bench) -> Claims:
             sampler = Memory(run.pid)
             sampler.start()
         sampler.join()
-    (bench.folder / "memory.json").write_text(json.dumps(sampler.samples))
+    (bench.folder / "memory.svg").write_text(plot(sampler.samples))
     workers = [sample[1] / 1e6 for sample in sampler.samples]
     half = len(workers) // 2
     growth = max(workers[half:], default=0.0) / max(workers[len(workers) // 5 : half], default=1.0)
@@ -306,6 +306,19 @@ def memory(bench: Bench) -> Claims:
         claim(f"largest worker over {bench.rows} rows, MB", max(workers), goal=400, at_least=False),
         claim("its peak in the second half against the first", growth, goal=1.1, at_least=False),
     ]
+
+
+def plot(samples: list[tuple[float, int, int]], most: float = 400.0) -> str:
+    """An SVG of the largest worker's megabytes over the seconds of a run, with the goal as a line."""
+    seconds = max(samples[-1][0], 1.0)
+    points = " ".join(f"{40 + 550 * t / seconds:.1f},{190 - 170 * worker / 1e6 / most:.1f}" for t, worker, _ in samples)
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 210" font-family="sans-serif" font-size="11">'
+        '<rect width="600" height="210" fill="white"/><path d="M40 20H590M40 190H590" stroke="#999" stroke-dasharray="4"/>'
+        f'<text x="5" y="24">{most:.0f}</text><text x="25" y="194">0</text><text x="40" y="14">MB of the largest worker</text>'
+        f'<text x="540" y="206">{seconds:.0f} s</text><polyline points="{points}" fill="none" stroke="#06c" stroke-width="1.5"/>'
+        "</svg>\n"
+    )
 
 
 def biglist(bench: Bench, rows: int = 10_000_000) -> Claims:

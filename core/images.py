@@ -96,7 +96,7 @@ def decode(body: bytes, header: Header, *, min_side: int | None = None) -> Pixel
 def reduced(body: bytes, header: Header, size: int, mode: Mode = "short") -> Pixels:
     """`resize(decode(body, header, min_side=size), size, mode)`, with profile and rotation applied to the small picture.
 
-    A JPEG with a profile other than sRGB costs a third of the plain way so, and differs from it by rounding only.
+    For a JPEG with a profile other than sRGB that is the greatest cost, and one of pixels: 3.5 ms for a 500-pixel photograph.
 
     Raises:
         ImageError: as `decode`.
