@@ -21,7 +21,7 @@ from core.errors import ConfigError, InputError
 from core.runner import cores
 from core.storage import Folder
 from core.work import fingerprint, open_stage
-from dedup import against, balance, bands, captions, evalsets, filters, oracle, policy, store
+from dedup import against, balance, bands, boilerplate, captions, evalsets, filters, oracle, policy, store
 from dedup.clusters import components, smallest_of
 from dedup.config import DedupConfig
 from dedup.evidence import Likeness, Pairs, image_groups
@@ -48,7 +48,7 @@ def run(config: DedupConfig) -> dict[str, Any]:
 
     Returns: pairs, kept, dropped {reason: n}, clusters, seconds; also holdout, image_groups, rules (drops of each
         condition, alone and in sequence), against (a report of each evaluation set), expected_recall {similarity: share},
-        measured (recall and precision on a sample), largest (caption clusters) and settings.
+        measured (recall and precision on a sample), largest (caption clusters), boilerplate {kind: captions} and settings.
 
     Raises:
         InputError: nothing was ingested yet, a preset is unknown, or a column is missing.
@@ -153,7 +153,8 @@ class _Decider:
         if not self.config.dry_run:
             publish(self.folder, pairs, groups, decisions, holdout, likeness, matches)
         largest = _largest(self.connection, self.folder, self.parts, pairs, groups.caption)
-        _alarm(largest, len(pairs))
+        empty = boilerplate.counts(pairs.numbers("boilerplate").astype(np.int8))
+        _alarm(largest, empty, len(pairs))
         dropped = decisions.counts()
         if read > len(pairs):
             dropped["repeated_row"] = read - len(pairs)
@@ -169,6 +170,7 @@ class _Decider:
             "expected_recall": _expected_recall(self.config.threshold),
             "measured": measured,
             "largest": largest,
+            "boilerplate": empty,
         }
 
     def _groups(self, pairs: Pairs) -> tuple[policy.Groups, dict[str, Any]]:
@@ -249,7 +251,12 @@ def _largest(
     return [{"pairs": int(count[t]), "caption": text.get(u), "uid": u} for t, u in zip(top, uids, strict=True)]
 
 
-def _alarm(largest: list[dict[str, Any]], pairs: int) -> None:
+def _alarm(largest: list[dict[str, Any]], empty: dict[str, int], pairs: int) -> None:
+    for name, count in empty.items():
+        if count >= max(ALARM_PAIRS, ALARM_SHARE * pairs):
+            log.warning(
+                "dedup: %s captions are %s; they say nothing of the picture, drop them with --where", f"{count:,}", name
+            )
     for group in largest:
         if group["pairs"] >= max(ALARM_PAIRS, ALARM_SHARE * pairs):
             log.warning(

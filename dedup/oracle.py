@@ -37,7 +37,7 @@ def near(sets: Sets, at_least: float) -> Edges:
     probed[words & _LOW] = True
     present = np.flatnonzero(sets.sizes)
     present = present[np.argsort(sets.starts[present])]
-    found = [np.zeros(0, np.uint64)]
+    found = []
     for first in range(0, len(sets.flat), _AT_ONCE):
         some = sets.flat[first : first + _AT_ONCE]
         hits = np.flatnonzero(probed[some & _LOW])
@@ -45,9 +45,12 @@ def near(sets: Sets, at_least: float) -> Edges:
         at = hits[there] + first
         holder = present[np.searchsorted(sets.starts[present], at, "right") - 1]
         inside = at < sets.starts[holder] + sets.sizes[holder]
-        found.append(bands.pair_keys(holder[inside], owners[which[inside]]))
-    a, b = bands.unpair(of_like_size(bands.ascending(np.concatenate(found)), sets.sizes, at_least))
-    edges = Edges(a, b, jaccard(sets, a, b)).at_least(at_least)
+        pairs = of_like_size(bands.pair_keys(holder[inside], owners[which[inside]]), sets.sizes, at_least)
+        # compared piece by piece: what shares a word is much more than what is near, and grows with the data
+        similar = jaccard(sets, *bands.unpair(pairs)) >= np.float32(at_least)
+        found.append(pairs[similar])
+    a, b = bands.unpair(bands.ascending(np.concatenate(found)))
+    edges = Edges(a, b, jaccard(sets, a, b))
     asked = np.arange(min(SAMPLE, len(sets.sizes)))
     ones = np.ones(len(asked), np.float32)
     a, b = np.concatenate((edges.a, asked)), np.concatenate((edges.b, asked))

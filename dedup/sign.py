@@ -24,11 +24,11 @@ from core.runner import run_units, tick
 from core.schema import Outcome
 from core.storage import Folder
 from core.work import fingerprint_of
-from dedup import minhash
+from dedup import boilerplate, minhash
 from dedup.match import MIN_WORDS
 from dedup.tokens import Sets, as_sets, segments
 
-VERSION = "2"  # raised whenever the rule of tokens or permutations changes, so that old signatures are made again
+VERSION = "3"  # raised whenever the rule of tokens or permutations changes, so that old signatures are made again
 _MARK = b"pairmill.signatures"
 _COLUMNS = (
     "uid",
@@ -53,6 +53,7 @@ SIGNATURES = pa.schema(
         pa.field("caption_key", pa.uint64(), nullable=False),
         pa.field("set_key", pa.uint64(), nullable=False),
         pa.field("words", pa.int32(), nullable=False),
+        pa.field("boilerplate", pa.int8(), nullable=False),
         pa.field("pixels", pa.int64(), nullable=False),
         pa.field("url_key", pa.uint64()),
         pa.field("bytes_key", pa.uint64()),
@@ -180,6 +181,7 @@ def signatures(pairs: pa.Table, by: str = "numpy") -> tuple[pa.Table, pa.Table]:
         pa.array(caption_keys),
         pa.array(set_keys),
         pa.array(sets.sizes.astype(np.int32)),
+        pa.array(boilerplate.kinds(captions)),
         pc.fill_null(pixels, 0),
         string_keys(column["url"]),
         string_keys(column["sha256"]),
