@@ -4,7 +4,6 @@ import io
 import json
 import math
 import tarfile
-import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -122,27 +121,6 @@ def test_nothing_to_look_at(tmp_path: Path) -> None:
         page_of(tmp_path)
     with pytest.raises(InputError, match=r"samples.parquet, img2dataset.*or .tar shards"):
         audit.run(AuditConfig(folder=str(tmp_path)))
-
-
-def test_three_hundred_thousand_rows_take_seconds(tmp_path: Path) -> None:
-    """Far above what the aggregates need (about 1 s on an idle core), far below a loop over rows in Python."""
-    n = 300_000
-    parts = tmp_path / "ingest" / "parts"
-    parts.mkdir(parents=True)
-    number = pa.array(range(n))
-    columns = {
-        "uid": number.cast(pa.string()), "unit": pa.array(["u0"] * n), "row": number,
-        "url": pa.array([f"http://host{i % 997}.example/{i}" for i in range(n)]),
-        "caption": pa.array([f"caption {i % 50021} of a picture" for i in range(n)]), "outcome": pa.array(["ok"] * n),
-        "width": number.cast(pa.int32()), "height": number.cast(pa.int32()), "bytes": number,
-    }  # fmt: skip
-    wanted = schema.pair_schema()
-    filled = [columns[f.name].cast(f.type) if f.name in columns else pa.nulls(n, f.type) for f in wanted]
-    pq.write_table(pa.Table.from_arrays(filled, names=wanted.names), parts / "u000000.parquet")
-    start = time.perf_counter()
-    page = page_of(tmp_path)
-    assert page["pairs"]["ok"] == n
-    assert time.perf_counter() - start < 20
 
 
 def test_distinct_counts_are_exact_and_hosts_may_be_addresses(tmp_path: Path) -> None:
