@@ -349,14 +349,15 @@ def started(arguments: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 def kill_after(process: subprocess.Popen[bytes], server: Server, requests: int) -> None:
     """Kill -9 the process and its workers when the server has seen so many requests more."""
-    until, deadline = server.hits.total() + requests, time.monotonic() + 120
+    until = server.hits.total() + requests
     while server.hits.total() < until:
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None
         time.sleep(0.005)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
 
 
+@pytest.mark.timeout(900)  # many starts of a whole process, on a machine that may be busy
 def test_kill_9_at_any_moment_loses_nothing_and_repeats_only_what_was_under_way(tmp_path: Path, server: Server) -> None:
     rows = [(server.url(f"/pic/{i % 330}.{'png' if i % 2 else 'jpg'}"), f"caption {i}") for i in range(400)]
     rows += [(server.url(f"/fault/missing?{i}"), "gone") for i in range(40)]
@@ -410,6 +411,7 @@ cp -r "$1" "$4"
 """
 
 
+@pytest.mark.timeout(900)  # many starts of a whole process, on a machine that may be busy
 def test_a_full_disk_stops_the_run_with_a_sentence_and_more_room_lets_it_continue(
     tmp_path: Path, server: Server
 ) -> None:
