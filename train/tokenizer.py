@@ -10,6 +10,8 @@ from __future__ import annotations
 import gzip
 import html
 import importlib.util
+import re
+import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,9 +39,24 @@ class Encoder(Protocol):
     def __call__(self, texts: list[str], context: int) -> np.ndarray: ...
 
 
+# Letters that ftfy writes otherwise (quotation marks, ligatures, forms of full and half width), and the one it drops.
+_REWRITTEN = re.compile(
+    "[\u02bc\u2018-\u201f\u0132\u0133\u0149\u01c4-\u01cc\u01f1-\u01f3\ufb00-\ufb06\uff01-\uffef\ufffc]"
+)
+
+
+def _sound(text: str) -> bool:
+    """Whether `clean` has nothing to repair or decode: seven of ten texts by their ASCII, most others by ftfy's first look."""
+    if not text.isprintable() or "&" in text:
+        return False
+    if text.isascii():
+        return True
+    return not _REWRITTEN.search(text) and unicodedata.is_normalized("NFC", text) and not ftfy.is_bad(text)
+
+
 def clean(text: str) -> str:
     """The text whose tokens open_clip takes."""
-    if text.isascii() and text.isprintable() and "&" not in text:  # which repairs and entities leave as it is
+    if _sound(text):
         return " ".join(text.split()).lower()
     text = html.unescape(html.unescape(ftfy.fix_text(text)))
     return " ".join(text.split()).lower()

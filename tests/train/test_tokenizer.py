@@ -66,13 +66,17 @@ def test_cleaning_makes_these_equal(tokenizer: Tokenizer, text: str, same_as: st
     assert ids(tokenizer, text) == ids(tokenizer, same_as)
 
 
-def test_plain_ascii_needs_no_repair() -> None:
+def test_what_is_not_repaired_needs_no_repair() -> None:
     """What `clean` skips would have changed nothing: every printable character, beside every other, in runs."""
     draw = Random(0)
     plain = [chr(c) for c in range(32, 127) if chr(c) != "&"]
     for _ in range(400):
         text = "".join(draw.choices(plain, k=60)) + draw.choice(plain) * 4
         assert clean(text) == " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split()).lower()
+    letters = [c for c in map(chr, range(0xA1, 0x2FFF)) if c.isprintable()] + [chr(c) for c in range(0xF900, 0xFFEF)]
+    for _ in range(3000):  # letters of all scripts, among them those that are rewritten
+        text = "a" + "".join(draw.choices(letters, k=draw.randint(1, 4))) + draw.choice(["", " b", "Ã©"])
+        assert clean(text) == " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split()).lower(), ascii(text)
     assert clean("a\x1b[36mb") == "ab"  # terminal colours are no printable text, and are repaired
 
 
