@@ -6,7 +6,7 @@ Rates are texts a CPU second of one thread. Rows are compared whole: 77 numbers 
 
     python -m bench.tokenizer TEXTS.tsv.gz [--every 1] [--json]
 
-The first column counts, and the first line is a heading. 400,000 texts take about a CPU minute and a half, most of it open_clip's.
+The first column counts, and the first line is a heading. 400,000 texts take 90 CPU seconds, most of it open_clip's.
 """
 
 from __future__ import annotations
