@@ -1,4 +1,4 @@
-"""Checkpoints of a run: `step_00000100/` with model and optimiser in safetensors, and `checkpoint.json` written last.
+"""Checkpoints of a run: `step_00000100/` with model, optimiser and average in safetensors, and `checkpoint.json` written last.
 
 The JSON is the marker (a folder without it was never finished) and holds the sha256 of the other files, so a damaged
 checkpoint is known as one before anything of it is used. Nothing is pickled. No random state is stored: every draw of
@@ -42,6 +42,7 @@ Files = dict[str, dict[str, "Tensor"]]
 MARKER = "checkpoint.json"
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
+AVERAGE = "average.safetensors"
 
 # What a run cannot change between two checkpoints, and what to call it.
 FIXED = {
@@ -63,6 +64,8 @@ class Saved:
     meta: dict[str, Any]
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
+    average: dict[str, Tensor]
+    """Averaged weights (`train.ema`); empty where the run keeps none."""
 
     @property
     def step(self) -> int:
@@ -82,9 +85,11 @@ def save(home: Place, step: int, model: nn.Module, optimizer: torch.optim.Optimi
     return write(home, step, snapshot(model, optimizer), meta)
 
 
-def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Files:
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, average: dict[str, Tensor] | None = None) -> Files:
     """Copies on the CPU of everything a checkpoint holds. Of a sharded model every rank must call it."""
     parts = {MODEL: model.state_dict(), OPTIMIZER: optimizer_tensors(model, optimizer)}
+    if average is not None:
+        parts[AVERAGE] = average
     return {file: {name: _copy(tensor) for name, tensor in tensors.items()} for file, tensors in parts.items()}
 
 
@@ -189,7 +194,7 @@ def load(path: Place) -> Saved:
                 if Folder(file.parent).sha256(file.name) != expected:
                     raise DataError(f"{folder.path(name)} is damaged: its sha256 is not the one in {MARKER}")
                 tensors[name] = load_file(file)
-        return Saved(folder.url, meta, tensors[MODEL], tensors[OPTIMIZER])
+        return Saved(folder.url, meta, tensors[MODEL], tensors[OPTIMIZER], tensors.get(AVERAGE, {}))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"the checkpoint {folder} is damaged: {error}") from error
 
@@ -254,6 +259,7 @@ def check_same(saved: Saved, wanted: dict[str, Any]) -> None:
     Raises:
         WorkFolderError: names what differs, and both values.
     """
+    wanted = json.loads(json.dumps(wanted))  # as a file gives it back: lists where there were tuples
     for key, name in FIXED.items():
         if saved.meta.get(key) != wanted[key]:
             was, now = _short(saved.meta.get(key)), _short(wanted[key])
@@ -286,7 +292,7 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensor
     for full, value in tensors.items():
         key, _, name = full.partition("/")
         parameter = parameters[name]
-        optimizer.state[parameter][key] = _like(value, parameter)
+        optimizer.state[parameter][key] = like(value, parameter)
 
 
 def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -296,10 +302,10 @@ def restore_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     own = model.state_dict()
     with torch.no_grad():
         for name, value in tensors.items():
-            own[name].copy_(_like(value, own[name]))
+            own[name].copy_(like(value, own[name]))
 
 
-def _like(value: Tensor, parameter: Tensor) -> Tensor:
+def like(value: Tensor, parameter: Tensor) -> Tensor:
     """A copy of `value` on the parameter's device; this rank's part of it where the parameter is sharded."""
     copied = value.to(parameter.device, copy=True)
     if value.ndim == 0 or not hasattr(parameter, "placements"):

@@ -52,6 +52,9 @@ class TrainConfig(StageConfig):
     grad_clip: float = setting(1.0)
     """Largest gradient norm of a tower; a longer gradient is scaled down to it. 0 turns clipping off, norms are logged
     anyway."""
+    ema: float = setting(0.0)
+    """Weight of the past in a moving average of the weights, which is then what is evaluated and exported; 0 keeps none.
+    0.999 suits some thousands of steps, 0.9999 more."""
     spike: float = setting(10.0)
     """Standard deviations above the recent losses from which a step is left out; ten such steps in a row go back to the
     newest checkpoint from before them. 0 leaves out only what is not finite."""

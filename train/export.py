@@ -141,7 +141,7 @@ def load_weights(path: str, model: str = "") -> Weights:
 
 
 def _from_checkpoint(saved: checkpoint.Saved) -> Weights:
-    return Weights(str(saved.path), saved.model, saved.shape, saved.meta)
+    return Weights(str(saved.path), {**saved.model, **saved.average}, saved.shape, saved.meta)
 
 
 def _from_open_clip(place: Path) -> Weights:

@@ -31,6 +31,7 @@ from train import checkpoint, memory
 from train.config import TrainConfig
 from train.data import Batch, Loader, Plan, Preparer, Quarantine, make_decoder
 from train.distributed import World, barrier, gather_objects, is_sharded, wrap
+from train.ema import Average
 from train.evaluate import EVAL_BATCH, Evaluator
 from train.export import load_weights
 from train.gradcache import LossFn, gradcache_step
@@ -114,6 +115,8 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
     writer = checkpoint.Writer(kept, config.keep, config.keep_every)
     trainer = Trainer(config, ranks, home, model, optimizer, meter, evaluator, writer, fixed, total)
     if saved is not None:
+        if trainer.average is not None:
+            trainer.average.restore(saved.average)
         trainer.guard.restore(saved.meta.get("guard", {}))
         trainer.loss_scale = LossScale(**saved.meta.get("loss_scale", {"value": trainer.loss_scale.value}))
     with contextlib.closing(decoder), _stop_signals() as stop:
@@ -176,6 +179,7 @@ class Trainer:
         self.norms: dict[str, float | None] = {}
         self.guard = Guard(config.spike)
         self.loss_scale = LossScale.of(config.precision)
+        self.average = Average(unwrap(model), config.ema) if config.ema else None
         self._evaluated: dict[str, Any] = {}
 
     def one_step(self, batch: Batch, stop: bool) -> tuple[bool, bool]:
@@ -209,6 +213,8 @@ class Trainer:
                 set_lr(self.optimizer, self.lr)
                 self.optimizer.step()
                 clamp_log_scale(self.model)
+                if self.average is not None:
+                    self.average.update(batch.step)
         self.step = batch.step + 1
         self.meter.add(batch, values[0], self.objective.accuracy(), values[1], not fault)
         self.norms = {tower: n if math.isfinite(n) else None for tower, n in zip(norms, values[2:], strict=True)}
@@ -256,6 +262,8 @@ class Trainer:
         )
         checkpoint.restore_model(unwrap(self.model), saved.model)
         checkpoint.restore_optimizer(unwrap(self.model), self.optimizer, saved.optimizer)
+        if self.average is not None:
+            self.average.restore(saved.average)
         self.guard.restore({**saved.meta.get("guard", {}), "rollbacks": times, "skipped": 0})
 
     def log_row(self) -> dict[str, Any]:
@@ -263,7 +271,8 @@ class Trainer:
         return self.meter.row(self.step, lr=self.lr, scale=scale, grad_norms=self.norms)
 
     def save(self) -> None:
-        files = checkpoint.snapshot(unwrap(self.model), self.optimizer) if self._holds_all() else {}
+        average = None if self.average is None else self.average.tensors
+        files = checkpoint.snapshot(unwrap(self.model), self.optimizer, average) if self._holds_all() else {}
         if self.ranks.main:
             epoch = self.step // self.meter.loader.plan.steps_per_epoch
             seen = {
@@ -279,7 +288,8 @@ class Trainer:
         return self.ranks.main or is_sharded(self.model)
 
     def evaluate(self, *, examples: bool) -> None:
-        self._evaluated = self.evaluator.run(self.step, examples=examples)
+        with contextlib.nullcontext() if self.average is None else self.average.used():
+            self._evaluated = self.evaluator.run(self.step, examples=examples)
 
     def summary(self) -> dict[str, Any]:
         return {

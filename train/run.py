@@ -89,6 +89,8 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(f"expected at least one epoch or step, found epochs {config.epochs} and steps 0")
     if not 0 < config.crop <= 1:
         raise ConfigError(f"expected a crop in (0, 1], the share of a picture's area to keep, found {config.crop}")
+    if not 0 <= config.ema < 1:
+        raise ConfigError(f"expected ema in [0, 1), the weight of the past, found {config.ema}")
     for name in ("max_bad", "jitter", "gray"):
         if not 0 <= getattr(config, name) <= 1:
             raise ConfigError(f"expected {name} in [0, 1], found {getattr(config, name)}")
