@@ -1,17 +1,18 @@
 # pairmill: `make demo` and `make test` each set everything up by themselves.
 #   make demo    set up and run the whole way on a small made-up world (no network, about 6 minutes on 2 cores)
 #   make test    set up and pass the tests
-#   make check   format, lint, types, lock file, import rule
+#   make check   format, lint, types, lock file, import rule, documentation
+#   make docs    build the documentation into build/site; open build/site/index.html
 #   make bench   every bench that needs no heavy peer
 #   make peers   side environments for the packages we are measured against, and the benches beside them (3 GB, network)
 #   make lock    renew requirements.lock from what is installed now
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
-EXTRAS := dev,dali,s3
+EXTRAS := dev,docs,dali,s3
 # Set PAIRMILL_REAL_DATA to the folder of the real data sets to run the tests marked realdata as well.
 
-.PHONY: setup demo test check bench peers lock clean flickr8k
+.PHONY: setup demo test check docs bench peers lock clean flickr8k
 
 setup: $(VENV)/.ready
 
@@ -34,6 +35,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_layout.py tests/test_lock.py
+	$(MAKE) --no-print-directory docs
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: setup
 	for b in dedup loss pack; do $(BIN)/python -m bench.$$b --json || exit 1; done

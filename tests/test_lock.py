@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-EXTRAS = ("dev", "dali", "s3")
+EXTRAS = ("dev", "docs", "dali", "s3")
 
 
 def pinned() -> dict[str, str]:
