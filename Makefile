@@ -38,7 +38,7 @@ check: setup
 	$(MAKE) --no-print-directory docs
 
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build # with --quiet it would not count its warnings, and none would fail it
 
 bench: setup
 	for b in dedup loss pack; do $(BIN)/python -m bench.$$b --json || exit 1; done

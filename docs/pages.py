@@ -166,7 +166,9 @@ def _is_argument(parameter: inspect.Parameter) -> bool:
 def _spelling(parameter: inspect.Parameter) -> str:
     if _is_argument(parameter):
         return parameter.name.upper()
-    names = typing.get_args(parameter.annotation)[1].param_decls
+    info = typing.get_args(parameter.annotation)[1]
+    # Inside Annotated the first spelling stands where the default would, and Typer moves it later.
+    names = [name for name in (info.default, *(info.param_decls or ())) if isinstance(name, str)]
     return ", ".join(names or ["--" + parameter.name.replace("_", "-")])
 
 
