@@ -1,6 +1,6 @@
 """Weights in and out: our checkpoints, open_clip's folders, bare state dicts. STAGE `export`.
 
-In:  `load_weights(path)` reads a checkpoint or run folder of ours, an open_clip folder, a .safetensors file, a .pt state
+In:  `load_weights(path)` reads a checkpoint or run folder of ours (or the URL of checkpoints), an open_clip folder, a .safetensors file, a .pt state
      dict (open_clip's or OpenAI's).
 Out: `open_clip_config.json` and `open_clip_model.safetensors`, which `open_clip.create_model("local-dir:OUT")` loads.
 
@@ -25,7 +25,7 @@ from core.errors import ConfigError, DataError, InputError
 from core.storage import Folder
 from train import checkpoint
 from train.config import ExportConfig
-from train.models import RESNET_EXPANSION, RESNET_STRIDE, ModelConfig, model_config
+from train.models import RESNET_EXPANSION, RESNET_STRIDE, ModelConfig, model_config, param_count
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,6 +119,10 @@ def load_weights(path: str, model: str = "") -> Weights:
         DataError: a checkpoint of ours is damaged.
     """
     place = Path(path)
+    if "://" in path:
+        saved = checkpoint.load(path) if Folder(path).exists(checkpoint.MARKER) else checkpoint.newest(path)
+        if saved is not None:
+            return _from_checkpoint(saved)
     if not place.exists():
         raise InputError(f"expected weights at {path}, found nothing")
     if place.is_file():
@@ -131,13 +135,22 @@ def load_weights(path: str, model: str = "") -> Weights:
         return _from_open_clip(place)
     if (place / checkpoint.MARKER).exists():
         return _from_checkpoint(checkpoint.load(place))
-    for home in (place / "checkpoints", place):
+    for home in (place / "checkpoints", place, *_checkpoints_elsewhere(place)):
         if (saved := checkpoint.newest(home)) is not None:
             return _from_checkpoint(saved)
     raise InputError(
         f"expected a checkpoint, a run folder or an open_clip folder at {path}, found none of them; a checkpoint lies in "
         "WORK/runs/NAME/checkpoints"
     )
+
+
+def _checkpoints_elsewhere(run: Path) -> list[str]:
+    """The place that a run was told to keep its checkpoints in, if it was."""
+    try:
+        place = json.loads((run / "config.json").read_text())["as_run"]["checkpoints"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [place] if place else []
 
 
 def _from_checkpoint(saved: checkpoint.Saved) -> Weights:
@@ -295,7 +308,7 @@ def run(config: ExportConfig) -> dict[str, Any]:
         files.append(PT)
     config_json = open_clip_config(weights.shape, bias="logit_bias" in weights.state)
     out.write(CONFIG, json.dumps(config_json, indent=2).encode())
-    parameters = sum(value.numel() for value in weights.state.values())
+    parameters = param_count(weights.shape) + ("logit_bias" in weights.state)
     return {"out": out.url, "files": files, "step": weights.meta.get("step"), "parameters": parameters}
 
 
