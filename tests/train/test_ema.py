@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from core.metrics import Jsonl
@@ -23,14 +21,6 @@ from train.run import run
 from train.towers import CLIP
 
 RESNET = ModelConfig(32, 64, 32, 8, (1, 1, 1, 1), 4, 32, 2, 2, context=12, vocab=64)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_the_formula_on_parameters_and_running_statistics() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from core.errors import ConfigError
+from tests.train.batches import gradients, make_batch
 from train.gradcache import gradcache_step
 from train.loss import clip_loss, full_loss, siglip_loss
 from train.models import MODELS
@@ -23,19 +24,6 @@ def make_model(siglip: bool = False, patch_dropout: float = 0.0) -> CLIP:
     return CLIP(replace(SHAPE, patch_dropout=patch_dropout), precision="fp64", logit_bias=siglip).double()
 
 
-def make_batch() -> tuple[Tensor, Tensor]:
-    g = torch.Generator().manual_seed(1)
-    pixels = torch.randint(0, 256, (BATCH, 3, 32, 32), dtype=torch.uint8, generator=g)
-    tokens = torch.randint(1, 62, (BATCH, 12), generator=g)
-    for i, row in enumerate(tokens):
-        row[2 + i % 9] = 63
-    return pixels, tokens
-
-
-def gradients(model: CLIP) -> dict[str, Tensor]:
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
 def assert_equal(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
     assert ours.keys() == truth.keys()
     for name, grad in truth.items():
@@ -45,9 +33,9 @@ def assert_equal(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("micro", [1, 4, 5, 12, 13, 50, None])
 def test_any_micro_batch_equals_the_whole(micro: int | None) -> None:
     whole, split = make_model(), make_model()
-    loss = full_loss(*whole(*make_batch()), whole.logit_scale)
+    loss = full_loss(*whole(*make_batch(BATCH, 32)), whole.logit_scale)
     loss.backward()
-    found = gradcache_step(split, *make_batch(), clip_loss, micro)
+    found = gradcache_step(split, *make_batch(BATCH, 32), clip_loss, micro)
     assert found.item() == pytest.approx(loss.item(), rel=1e-12)
     assert not found.requires_grad
     assert len(gradients(split)) == len(list(split.parameters()))
@@ -56,8 +44,8 @@ def test_any_micro_batch_equals_the_whole(micro: int | None) -> None:
 
 def test_siglip_s_bias_and_scale_too() -> None:
     whole, split = make_model(siglip=True), make_model(siglip=True)
-    gradcache_step(whole, *make_batch(), siglip_loss, None)
-    gradcache_step(split, *make_batch(), siglip_loss, 4)
+    gradcache_step(whole, *make_batch(BATCH, 32), siglip_loss, None)
+    gradcache_step(split, *make_batch(BATCH, 32), siglip_loss, 4)
     assert "logit_bias" in gradients(split)
     assert_equal(gradients(split), gradients(whole))
 
@@ -69,12 +57,12 @@ def test_the_loss_is_evaluated_once() -> None:
         calls.append(len(img))
         return clip_loss(img, txt, log_scale)
 
-    gradcache_step(make_model(), *make_batch(), counted, 3)
+    gradcache_step(make_model(), *make_batch(BATCH, 32), counted, 3)
     assert calls == [BATCH]
 
 
 def test_patches_dropped_in_the_second_pass_are_those_of_the_first() -> None:
-    pixels, tokens = make_batch()
+    pixels, tokens = make_batch(BATCH, 32)
     whole, split = make_model(patch_dropout=0.5), make_model(patch_dropout=0.5)
     torch.manual_seed(7)
     parts = [whole(p, t) for p, t in zip(pixels.split(4), tokens.split(4), strict=True)]
@@ -89,8 +77,8 @@ def test_patches_dropped_in_the_second_pass_are_those_of_the_first() -> None:
 def test_adding_up_micro_batch_losses_is_another_gradient() -> None:
     """The comparison above would notice ordinary gradient accumulation."""
     whole, summed = make_model(), make_model()
-    gradcache_step(whole, *make_batch(), clip_loss, None)
-    pixels, tokens = make_batch()
+    gradcache_step(whole, *make_batch(BATCH, 32), clip_loss, None)
+    pixels, tokens = make_batch(BATCH, 32)
     for p, t in zip(pixels.split(4), tokens.split(4), strict=True):
         (clip_loss(*summed(p, t), summed.logit_scale) * len(p) / BATCH).backward()
     with pytest.raises(AssertionError):
@@ -99,4 +87,4 @@ def test_adding_up_micro_batch_losses_is_another_gradient() -> None:
 
 def test_micro_batch_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
-        gradcache_step(make_model(), *make_batch(), clip_loss, 0)
+        gradcache_step(make_model(), *make_batch(BATCH, 32), clip_loss, 0)

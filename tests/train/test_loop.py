@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,6 @@ from train.run import _rank_paths, run
 
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = ("step", "epoch", "samples_seen", "loss", "acc", "scale", "lr", "grad_norm", "batch_hash", "text_len")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As in the processes that the tests start: sums over another number of threads round differently."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -317,6 +307,36 @@ def test_other_settings_are_refused_by_name_and_fresh_starts_over(work: Path, un
     assert [row["step"] for row in rows(work, "other")] == [1, 2]
 
 
+def test_a_setting_that_a_runs_record_does_not_know_yet_was_at_its_default(
+    work: Path, undisturbed: dict[str, Any]
+) -> None:
+    fork(work, "undisturbed", "older", 12)
+    record = home(work, "older") / "config.json"
+    found = json.loads(record.read_text())
+    del found["settings"]["ema"]
+    record.write_text(json.dumps(found))
+    with pytest.raises(WorkFolderError, match=r"\(ema was 0.0, now 0.9\)"):
+        run(settings(work, "older", ema=0.9))
+    assert run(settings(work, "older"))["loss"] == undisturbed["loss"]
+    record.write_text("{")
+    with pytest.raises(WorkFolderError, match=r"config.json is damaged .*--fresh"):
+        run(settings(work, "older"))
+
+
+def test_checkpoints_kept_elsewhere_are_found_and_not_taken_for_another_runs(work: Path, tmp_path: Path) -> None:
+    elsewhere = settings(work, "elsewhere", steps=2, val="none", checkpoints=str(tmp_path / "kept"))
+    run(elsewhere)
+    assert load_weights(str(home(work, "elsewhere"))).meta["step"] == 2
+    with pytest.raises(WorkFolderError, match=r"other values of lr \(was 0.002, now 0.1\)"):
+        run(replace(elsewhere, name="another", lr=0.1))
+    (home(work, "elsewhere") / "done.json").unlink()
+    with pytest.raises(WorkFolderError, match=r"has its checkpoints in .*kept.*--checkpoints"):
+        run(replace(elsewhere, checkpoints=""))
+    assert [row["step"] for row in rows(work, "elsewhere")] == [1, 2]
+    shutil.rmtree(home(work, "elsewhere"))  # another machine, which has the checkpoints only
+    assert run(elsewhere)["steps"] == 2
+
+
 def test_other_shards_are_refused_before_and_after_the_end(work: Path, tmp_path: Path) -> None:
     copy = tmp_path / "work"
     shutil.copytree(work / "shards", copy / "shards")
@@ -355,6 +375,7 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_written(work: Pa
         ({"init": str(work / "nowhere.pt")}, InputError, "expected weights"),
         ({"lr": -1.0}, ConfigError, "lr of at least 0, found -1.0"),
         ({"lr": math.nan}, ConfigError, "lr of at least 0, found nan"),
+        ({"cache_gb": math.nan}, ConfigError, "cache_gb of at least 0"),
         ({"wd": math.inf}, ConfigError, "wd of at least 0, found inf"),
         ({"grad_clip": math.nan}, ConfigError, "grad_clip of at least 0"),
         ({"seed": 1 << 70}, ConfigError, "seed of at most 63 bits"),

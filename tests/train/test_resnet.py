@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from core.errors import ConfigError
+from tests.train.batches import gradients, make_batch
 from tests.train.ranks import Ranks
 from train.export import open_clip_config, shape_from_open_clip
 from train.gradcache import gradcache_step
@@ -35,19 +36,6 @@ def make_model() -> CLIP:
             torch.nn.init.normal_(module.weight, 1.0, 0.3)
             torch.nn.init.normal_(module.bias, 0.0, 0.3)
     return model
-
-
-def make_batch() -> tuple[Tensor, Tensor]:
-    g = torch.Generator().manual_seed(1)
-    pixels = torch.randint(0, 256, (BATCH, 3, 64, 64), dtype=torch.uint8, generator=g)
-    tokens = torch.randint(1, 62, (BATCH, 12), generator=g)
-    for i, row in enumerate(tokens):
-        row[2 + i % 9] = 63
-    return pixels, tokens
-
-
-def gradients(model: CLIP) -> dict[str, Tensor]:
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def buffers(model: CLIP) -> dict[str, Tensor]:
@@ -135,7 +123,7 @@ def rank_step(world_micro: int | None) -> tuple[Tensor, dict[str, Tensor], dict[
     rank, share = dist.get_rank(), BATCH // dist.get_world_size()
     own = slice(rank * share, (rank + 1) * share)
     model = DistributedDataParallel(make_model(), broadcast_buffers=False)
-    pixels, tokens = make_batch()
+    pixels, tokens = make_batch(BATCH, 64)
     loss = gradcache_step(model, pixels[own], tokens[own], clip_loss, world_micro)
     return loss, gradients(model.module), buffers(model.module)
 
@@ -148,7 +136,7 @@ def ranks() -> Iterator[Ranks]:
 
 def test_ranks_equal_one_process(ranks: Ranks) -> None:
     model = make_model()
-    loss = gradcache_step(model, *make_batch(), clip_loss, None)
+    loss = gradcache_step(model, *make_batch(BATCH, 64), clip_loss, None)
     for own_loss, grads, statistics in ranks.run(rank_step, None):
         assert abs(own_loss - loss) <= TOLERANCE * abs(loss)
         assert_equal(grads, gradients(model), scale=0.1)
@@ -159,7 +147,7 @@ def test_micro_batches_on_ranks_normalise_as_one_process_s_do(ranks: Ranks) -> N
     """Micro-batch i of every rank is normalised together: one process with those samples side by side agrees."""
     share, micro = BATCH // 2, 2
     order = [r * share + i * micro + j for i in range(share // micro) for r in range(2) for j in range(micro)]
-    model, (pixels, tokens) = make_model(), make_batch()
+    model, (pixels, tokens) = make_model(), make_batch(BATCH, 64)
     loss = gradcache_step(model, pixels[order], tokens[order], clip_loss, 2 * micro)
     for own_loss, grads, statistics in ranks.run(rank_step, micro):
         assert abs(own_loss - loss) <= TOLERANCE * abs(loss)
@@ -168,7 +156,7 @@ def test_micro_batches_on_ranks_normalise_as_one_process_s_do(ranks: Ranks) -> N
 
 
 def test_gradcache_counts_each_micro_batch_once() -> None:
-    model, (pixels, tokens) = make_model(), make_batch()
+    model, (pixels, tokens) = make_model(), make_batch(BATCH, 64)
     gradcache_step(model, pixels, tokens, clip_loss, 5)
     counted = make_model().train()
     for part in pixels.split(5):
@@ -181,7 +169,7 @@ def test_recomputed_activations_change_nothing() -> None:
     plain, frugal = make_model(), make_model()
     frugal.set_checkpointing(True)
     for model in (plain, frugal):
-        gradcache_step(model, *make_batch(), clip_loss, None)
+        gradcache_step(model, *make_batch(BATCH, 64), clip_loss, None)
     assert_equal(gradients(frugal), gradients(plain), scale=0.1)
     assert_equal(buffers(frugal), buffers(plain))
 
@@ -200,6 +188,6 @@ def test_bf16_stays_near_fp32() -> None:
     torch.manual_seed(0)
     model = CLIP(SHAPE)
     with torch.no_grad():
-        wide = model.encode_image(make_batch()[0])
+        wide = model.encode_image(make_batch(BATCH, 64)[0])
         model.set_precision("bf16")
-        assert float(F.cosine_similarity(model.encode_image(make_batch()[0]), wide).min()) > 0.99
+        assert float(F.cosine_similarity(model.encode_image(make_batch(BATCH, 64)[0]), wide).min()) > 0.99
