@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+def sound(text: str) -> str:
+    """`text` without the lone surrogates that JSON and names in a tar may smuggle in and UTF-8 cannot hold."""
+    return text if text.isascii() else text.encode("utf-8", errors="replace").decode()
+
+
 class Outcome(StrEnum):
     """What became of one input row. Closed: a reader may rely on these words being all there are."""
 

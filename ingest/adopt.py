@@ -10,23 +10,19 @@ import functools
 import json
 import logging
 import re
-import tarfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from core import catalog
+from core import catalog, webdataset
 from core.plan import Unit
 from core.runner import run_units, tick
-from core.schema import Outcome, pair_fields
+from core.schema import Outcome, pair_fields, sound
 from core.storage import Folder, expand
 from core.work import Stage, fingerprint, open_stage
 from ingest import captions, staging
 from ingest.config import check
 from ingest.fetch import literal, one_thread_each, unit_id
-from ingest.listfiles import sound
 from ingest.pictures import Picture, Rules, prepare
 from ingest.unit import picture_columns
 from ingest.urllist import UID, hashed
@@ -35,9 +31,6 @@ if TYPE_CHECKING:
     from ingest.config import AdoptConfig
 
 log = logging.getLogger("pairmill.adopt")
-
-PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif")
-CAPTIONS = ("txt", "text", "caption")
 
 
 def run(config: AdoptConfig) -> dict[str, Any]:
@@ -117,19 +110,6 @@ def _part_uids(folder: Folder) -> None:
 # ---- in a worker -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Sample:
-    """The members of one key, as byte ranges of the tar: extension -> (position of the data, size)."""
-
-    key: str
-    members: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    def first(self, extensions: tuple[str, ...]) -> tuple[int, int] | None:
-        """The member with one of `extensions` (`jpg` also finds `image.jpg`, but `jpg` itself goes before `mask.jpg`)."""
-        fitting = [name for name in self.members if name.rpartition(".")[2].lower() in extensions]
-        return self.members[min(fitting, key=lambda name: name.count("."))] if fitting else None
-
-
 def adopt_tar(unit: Unit, *, config: AdoptConfig, folder: Folder, tars: list[str]) -> Counter[str]:
     """Make the part of one tar; returns its outcomes."""
     one_thread_each()
@@ -137,9 +117,9 @@ def adopt_tar(unit: Unit, *, config: AdoptConfig, folder: Folder, tars: list[str
     rules = Rules(min_side=config.min_side, max_aspect=config.max_aspect)
     rows = []
     with Folder("/").open(tar) as file:
-        reader = _Tar(tar, file)
+        reader = webdataset.Tar(tar, file)
         for number, sample in enumerate(reader.samples()):
-            row = _row(reader, sample, rules, allow_empty=config.allow_empty)
+            row = _row(sample, rules, allow_empty=config.allow_empty)
             rows.append({**row, "unit": unit.id, "row": (unit.start << 32) + number})
     if reader.damage:
         rows.append(_damage_row(reader, unit, len(rows)))
@@ -153,87 +133,29 @@ def adopt_tar(unit: Unit, *, config: AdoptConfig, folder: Folder, tars: list[str
     return outcomes
 
 
-class _Tar:
-    """A foreign tar read front to back; `damage` says where and why it could not be read further."""
-
-    def __init__(self, name: str, file: Any) -> None:
-        self.name, self._file, self.damage = name, file, ""
-
-    def samples(self) -> Iterator[Sample]:
-        """Samples in the order of the tar; members of one key lie together, as both tools write them."""
-        sample: Sample | None = None
-        for path, position, size in self._members():
-            folder, slash, leaf = path.rpartition("/")
-            stem, _, extension = leaf.partition(".")
-            key = f"{folder}{slash}{stem}"
-            if sample is None or sample.key != key:
-                if sample is not None:
-                    yield sample
-                sample = Sample(key)
-            sample.members[extension] = (position, size)
-        if sample is not None:
-            yield sample
-
-    def _members(self) -> Iterator[tuple[str, int, int]]:
-        end = self._file.seek(0, 2)
-        self._file.seek(0)
-        try:
-            with tarfile.open(fileobj=self._file, mode="r:") as archive:
-                while (info := archive.next()) is not None:
-                    # tarfile remembers every member, and a shard has tens of thousands
-                    archive.members.clear()  # type: ignore[attr-defined]
-                    if info.isfile() and info.offset_data + info.size > end:
-                        self.damage = f"{info.name} is cut short at byte {end}"
-                        return
-                    if info.isfile():
-                        yield info.name, info.offset_data, info.size
-                # tarfile takes a damaged header for the end; the real end is a block of zeros
-                self._file.seek(archive.offset)
-                if self._file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                    self.damage = f"no member and no end at byte {archive.offset}"
-        except tarfile.TarError as error:
-            self.damage = str(error)
-
-    def read(self, where: tuple[int, int]) -> bytes:
-        position, size = where
-        self._file.seek(position)
-        return self._file.read(size)
-
-
-def _row(reader: _Tar, sample: Sample, rules: Rules, *, allow_empty: bool) -> dict[str, Any]:
-    known, text = _metadata(reader, sample)
-    raw = text if text is not None else next((known[n] for n in ("caption", "text", "alt") if known.get(n)), None)
-    raw = sound(raw) if isinstance(raw, str) else None
-    url = sound(known["url"]) if isinstance(known.get("url"), str) else None
-    place = sample.first(PICTURES)
+def _row(sample: webdataset.Sample, rules: Rules, *, allow_empty: bool) -> dict[str, Any]:
+    known, raw = sample.notes(), sample.text()
+    if raw is None:
+        raw = next((known[n] for n in ("caption", "text", "alt") if known.get(n)), None)
+    raw = raw if isinstance(raw, str) else None
+    url = known["url"] if isinstance(known.get("url"), str) else None
+    ending = sample.first(webdataset.PICTURES)
     caption = None if raw is None else captions.clean(raw)
-    if place is None:
+    if ending is None:
         picture = Picture(Outcome.NOT_IMAGE, "no picture under this key")
     elif not caption and not allow_empty:
         picture = Picture(Outcome.EMPTY_CAPTION)
     else:
-        picture = prepare(reader.read(place), rules)
+        picture = prepare(sample.read(ending), rules)
     row = {
         **dict.fromkeys(f.name for f in pair_fields()), **picture_columns(picture), "url": url, "caption": caption,
-        "caption_raw": raw, "uid": _uid(known.get("uid"), url, raw, f"{reader.name}#{sound(sample.key)}"), "attempts": 0,
-        "source_key": sound(sample.key), "source_json": sound(json.dumps(known, ensure_ascii=False)) if known else None,
+        "caption_raw": raw, "uid": _uid(known.get("uid"), url, raw, f"{sample.tar.name}#{sample.key}"), "attempts": 0,
+        "source_key": sample.key, "source_json": json.dumps(known, ensure_ascii=False) if known else None,
     }  # fmt: skip
-    if picture.outcome == Outcome.OK and place is not None:
-        row |= {"tar": reader.name, "tar_offset": place[0], "tar_size": place[1]}
+    if picture.outcome == Outcome.OK and ending is not None:
+        offset, size = sample.members[ending]
+        row |= {"tar": sample.tar.name, "tar_offset": offset, "tar_size": size}
     return row
-
-
-def _metadata(reader: _Tar, sample: Sample) -> tuple[dict[str, Any], str | None]:
-    """The sample's JSON object (empty where there is none that can be read) and its caption file's text."""
-    known: dict[str, Any] = {}
-    if place := sample.first(("json",)):
-        try:
-            value = json.loads(reader.read(place))
-            known = value if isinstance(value, dict) else {}
-        except (ValueError, RecursionError) as error:
-            log.warning("%s: %s.json cannot be read: %s", reader.name, sample.key, error)
-    place = sample.first(CAPTIONS)
-    return known, None if place is None else reader.read(place).decode("utf-8", errors="replace")
 
 
 def _uid(own: Any, url: str | None, raw: str | None, place: str) -> str:
@@ -242,7 +164,7 @@ def _uid(own: Any, url: str | None, raw: str | None, place: str) -> str:
     return hashed(f"{url if url is not None else place}\x00{raw or ''}")
 
 
-def _damage_row(reader: _Tar, unit: Unit, number: int) -> dict[str, Any]:
+def _damage_row(reader: webdataset.Tar, unit: Unit, number: int) -> dict[str, Any]:
     log.warning("%s is damaged, what lies behind is lost: %s", reader.name, reader.damage)
     return {
         **dict.fromkeys(f.name for f in pair_fields()), "uid": hashed(f"{reader.name}#damage"), "unit": unit.id,

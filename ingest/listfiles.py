@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from core.errors import InputError, nearest
+from core.schema import sound
 from core.storage import Folder
 
 if TYPE_CHECKING:
@@ -277,11 +278,6 @@ def _in_order(source: ListSource, form: str, names: list[str], positions: bool) 
 
 def _text(data: bytes) -> str:
     return data.decode("utf-8", errors="replace")
-
-
-def sound(text: str) -> str:
-    """`text` without the lone surrogates that JSON and names in a tar may smuggle in and UTF-8 cannot hold."""
-    return text if text.isascii() else text.encode("utf-8", errors="replace").decode()
 
 
 # ---- txt ---------------------------------------------------------------------------------------------------------------

@@ -7,11 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from core.schema import RETRYABLE, Outcome, pair_fields
+from core.schema import RETRYABLE, Outcome, pair_fields, sound
 from core.storage import Folder
 from ingest import captions, staging, urllist
 from ingest.journal import Journal
-from ingest.listfiles import sound
 from ingest.pictures import Picture
 
 if TYPE_CHECKING:

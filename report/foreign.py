@@ -34,7 +34,7 @@ def make_views(connection: duckdb.DuckDBPyConnection, folder: Folder) -> None:
         return
     tars = folder.list("*.tar")
     if folder.list("*.parquet"):
-        _over(connection, "TEMP VIEW foreign_rows", folder, "*.parquet")
+        _over(connection, "TEMP VIEW foreign_rows", folder, "[!.]*.parquet")
         known = catalog.columns(connection, "foreign_rows")
         if "url" in known and "status" in known:
             connection.execute(
@@ -114,13 +114,11 @@ def _shape(sample: webdataset.Sample, ending: str, notes: dict[str, Any]) -> dic
     from core import images
 
     for width, height in (("original_width", "original_height"), ("width", "height")):
-        if all(isinstance(notes.get(name), int) for name in (width, height)):
+        if all(sides := [webdataset.pixels(notes, name) for name in (width, height)]):
             kind = ending.rpartition(".")[2].replace("jpg", "jpeg")
-            return {"format": kind, "width": notes[width], "height": notes[height]}
-    position, size = sample.members[ending]
-    sample.file.seek(position)
+            return {"format": kind, "width": sides[0], "height": sides[1]}
     try:
-        header = images.read_header(sample.file.read(min(size, HEAD)))
+        header = images.read_header(sample.read(ending, HEAD))
     except ImageError as error:
         return {"outcome": str(error.outcome)}
     return {"format": header.format, "width": header.width, "height": header.height}

@@ -6,7 +6,6 @@ member with an image's extension, its captions come from `.txt`, else from `.jso
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterator
@@ -15,7 +14,9 @@ from typing import IO, Any
 import pyarrow as pa
 import xxhash
 
+from core import webdataset
 from core.errors import DataError, InputError
+from core.schema import sound
 from core.storage import Folder, expand
 from shardkit.index import Shard, split_name
 from shardkit.tar import Member, scan_file
@@ -102,18 +103,18 @@ def _scan_samples(file: IO[bytes], path: str) -> tuple[list[dict[str, Any]], int
     rows, skipped = [], 0
     for key, members in _grouped(list(scan_file(file, path))):
         image = next((members[e] for e in IMAGES if e in members), None)
-        notes = _notes(file, members)
+        notes = _notes(file, members, f"{path}: {sound(key)}.json")
         captions = _captions(file, members, notes)
         if image is None or not captions:
             skipped += 1
             continue
-        name = f"{path.rpartition('/')[2]}/{key}"
+        name = f"{path.rpartition('/')[2]}/{sound(key)}"
         group = str(notes.get("image_group") or notes.get("sha256") or name)
         rows.append(
             {
-                "key": key, "uid": str(notes.get("uid") or name), "captions": captions, "jpg_offset": image.offset,
-                "jpg_size": image.size, "width": _pixels(notes, "width"), "height": _pixels(notes, "height"),
-                "image_group": group,
+                "key": sound(key), "uid": str(notes.get("uid") or name), "captions": captions, "jpg_offset": image.offset,
+                "jpg_size": image.size, "width": webdataset.pixels(notes, "width"),
+                "height": webdataset.pixels(notes, "height"), "image_group": group,
             }
         )  # fmt: skip
     return rows, skipped
@@ -133,14 +134,8 @@ def _grouped(members: list[Member]) -> Iterator[tuple[str, dict[str, Member]]]:
         yield current, group
 
 
-def _notes(file: IO[bytes], members: dict[str, Member]) -> dict[str, Any]:
-    if "json" not in members:
-        return {}
-    try:
-        notes = json.loads(_data(file, members["json"]))
-    except ValueError:
-        return {}
-    return notes if isinstance(notes, dict) else {}
+def _notes(file: IO[bytes], members: dict[str, Member], label: str) -> dict[str, Any]:
+    return webdataset.parsed_notes(_data(file, members["json"]), label) if "json" in members else {}
 
 
 def _captions(file: IO[bytes], members: dict[str, Member], notes: dict[str, Any]) -> list[str]:
@@ -150,11 +145,6 @@ def _captions(file: IO[bytes], members: dict[str, Member], notes: dict[str, Any]
     if "txt" in members:
         return [_data(file, members["txt"]).decode(errors="replace")]
     return next(([notes[key]] for key in CAPTION_KEYS if isinstance(notes.get(key), str)), [])
-
-
-def _pixels(notes: dict[str, Any], name: str) -> int:
-    found = notes.get(name)
-    return found if isinstance(found, int) else 0
 
 
 def _data(file: IO[bytes], member: Member) -> bytes:
