@@ -26,7 +26,18 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 COPIED = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changes.md": "CHANGELOG.md"}
+SECTIONS = {"Guides": "guide", "Concepts": "concepts", "Results": "results", "Design": "design"}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
+
+
+def on_config(config: Any) -> Any:
+    """Put pages that mkdocs.yml does not name at the end of their folder's section. Called by MkDocs once a build."""
+    named = str(config.nav)
+    for section in config.nav:
+        for title in section.keys() & SECTIONS:
+            found = sorted(path.relative_to(DOCS).as_posix() for path in (DOCS / SECTIONS[title]).glob("*.md"))
+            section[title] += [page for page in found if f"'{page}'" not in named]
+    return config
 
 
 def on_files(files: Files, *, config: Any) -> Files:
