@@ -96,7 +96,7 @@ def _print(module: Any, summary: Summary) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    if hasattr(module, "render"):
+    if hasattr(module, "render") and "part" not in summary:  # a part has nothing to show before the last one is done
         rendered = module.render(summary)
     else:
         rendered = Table(show_header=False, box=None)

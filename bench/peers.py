@@ -19,7 +19,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-PLACE = Path(__file__).parent.parent / ".peers"
+ROOT = Path(__file__).parent.parent
+PLACE = ROOT / ".peers"
 
 # torchvision's wheels hold binaries for CUDA builds of torch only. Beside a CPU build its operators cannot be loaded, and
 # its import fails for want of two declarations, which this makes; open_clip uses none of these operators.
@@ -51,6 +52,10 @@ PEERS = {
     "dedup": Peer(("datasketch==2.0.0", "rensa==0.5.0", "pyarrow"), ("datasketch", "rensa")),
     "webdataset0": Peer(("webdataset==0.2.86", "pillow"), ("webdataset",)),
     "webdataset1": Peer(("webdataset==1.0.2", "pillow"), ("webdataset",)),
+    # pairmill itself beside Ray, whose workers import it; at the versions that everything else is tested with
+    "ray": Peer(
+        ("--constraint", "requirements.lock", "--editable", ".[ray,s3]", "ray[default]==2.60.0"), ("ray", "core.runner")
+    ),
     "open_clip": Peer(
         (
             "torch==2.13.0",
@@ -112,7 +117,7 @@ def _make(name: str, peer: Peer) -> Path:
 
 
 def _do(*command: str) -> None:
-    if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+    if subprocess.run(command, stdout=sys.stderr, cwd=ROOT, check=False).returncode:
         raise SystemExit(f"this failed, with its reason above: {' '.join(command)}")
 
 

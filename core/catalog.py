@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from core.errors import DataError, InputError, UsageError, nearest
-from core.storage import TEMPORARY, Folder
+from core.storage import Folder, temporary_name
 
 if TYPE_CHECKING:
     import duckdb
@@ -134,7 +133,7 @@ def write(folder: Folder) -> None:
 
     if folder.local is None:
         return
-    temporary = folder.local.absolute() / f"{TEMPORARY}{os.getpid()}-catalog.duckdb"
+    temporary = folder.local.absolute() / temporary_name("catalog.duckdb")
     try:
         temporary.unlink(missing_ok=True)
         with duckdb.connect(str(temporary)) as connection:

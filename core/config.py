@@ -63,6 +63,22 @@ class StageConfig:
         """The settings that decide the results, by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if is_stable(f)}
 
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """What `fingerprint` would have of the settings that have a default, as TOML holds them: results that are older than
+        a setting were made with that."""
+        fields = [f for f in dataclasses.fields(cls) if is_stable(f) and f.default is not dataclasses.MISSING]
+        return plain({f.name: f.default for f in fields})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnitsConfig(StageConfig):
+    """What a stage can be told whose work is cut into units."""
+
+    part: str = setting("", stable=False)
+    """Do a share of the units only, `i/n`: those whose number leaves `i` when divided by `n`. For as many runs beside
+    each other on one work folder (a Slurm job array); the last one to finish closes the stage."""
+
 
 def is_stable(field: dataclasses.Field[Any]) -> bool:
     """Whether another value of this field makes other results."""

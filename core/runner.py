@@ -25,7 +25,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from core.errors import ConfigError, HardwareError, PairmillError, RunError
-from core.plan import Unit
+from core.plan import WHOLE, Part, Unit
 from core.progress import Describe, Progress
 
 log = logging.getLogger("pairmill.runner")
@@ -73,6 +73,7 @@ def run_units(
     describe: Describe | None = None,
     warm: Sequence[str] = (),
     survive: Callable[[Unit], bool] | None = None,
+    part: Part = WHOLE,
 ) -> Generator[tuple[Unit, Any], None, None]:
     """Run `task` on every unit that is not `done`; yields (unit, what the task returned) as they finish, in any order.
 
@@ -83,6 +84,7 @@ def run_units(
         warm: modules that are imported once, in a process that all local workers are forked from.
         survive: asked when a local worker died in the middle of a unit whether the unit may be begun again; with it even
             a single worker is a process of its own.
+        part: which of the units are this run's.
 
     Raises:
         ConfigError: an unknown engine, or fewer than no workers.
@@ -93,6 +95,7 @@ def run_units(
         raise ConfigError(f"expected --engine local or ray, found {engine!r}")
     if workers < 0:
         raise ConfigError(f"expected --workers from 0 up, found {workers}")
+    units = part.of(units)
     finished = [done(unit) for unit in units]
     todo = [unit for unit, is_done in zip(units, finished, strict=True) if not is_done]
     rows_done = sum(unit.rows for unit, is_done in zip(units, finished, strict=True) if is_done)
@@ -161,7 +164,7 @@ class _Crew:
 
     def _pool(self) -> concurrent.futures.ProcessPoolExecutor:
         return concurrent.futures.ProcessPoolExecutor(
-            1, self._context, initializer=_start_process, initargs=(self._outbox,)
+            1, self._context, initializer=_start_process, initargs=(self._outbox, dict(os.environ))
         )
 
     def work(self, todo: Sequence[Unit], survive: Callable[[Unit], bool]) -> Iterator[tuple[Unit, Any]]:
@@ -252,7 +255,15 @@ class _collecting:
         self._thread.join(timeout=5)
 
 
-def _on_ray(todo: Sequence[Unit], task: Task, workers: int, progress: Progress) -> Iterator[tuple[Unit, Any]]:
+def slots(engine: str, workers: int) -> int:
+    """How many units are at work at once where `workers` were asked for: one a core of this machine, or of the cluster."""
+    if workers:
+        return workers
+    return int(_ray().cluster_resources().get("CPU", 1)) if engine == "ray" else cores()
+
+
+def _ray() -> Any:
+    """Ray, connected to the cluster that RAY_ADDRESS names; without it to one of this machine's own."""
     try:
         import ray
     except ImportError as error:
@@ -260,24 +271,61 @@ def _on_ray(todo: Sequence[Unit], task: Task, workers: int, progress: Progress) 
             "--engine ray needs Ray, which is not installed; run: pip install 'pairmill[ray]'"
         ) from error
     if not ray.is_initialized():
-        ray.init(log_to_driver=False)
+        try:
+            ray.init(log_to_driver=False)
+        except (ConnectionError, ValueError) as error:
+            address = os.environ.get("RAY_ADDRESS", "")
+            raise HardwareError(
+                f"expected a Ray cluster at RAY_ADDRESS={address!r}, which cannot be reached: {' '.join(str(error).split())}"
+            ) from error
+    return ray
 
-    def work(unit: Unit) -> Any:
-        return task(unit)
 
-    remote = ray.remote(max_retries=3)(work)  # Ray takes plain functions only, and our tasks are partial ones
+RAY_RETRIES = 10  # of a unit whose node died; spot instances die often
+
+
+def _on_ray(todo: Sequence[Unit], task: Task, workers: int, progress: Progress) -> Iterator[tuple[Unit, Any]]:
+    ray = _ray()
+
+    def work(unit: Unit) -> tuple[Any, dict[str, int]]:
+        return _counted(task, unit)
+
+    # Ray takes plain functions only, and our tasks are partial ones
+    remote = ray.remote(max_retries=RAY_RETRIES)(work)
     coming, most = iter(todo), workers or len(todo)
     waiting = {remote.remote(unit): unit for unit in itertools.islice(coming, most)}
-    while waiting:
-        ready, _ = ray.wait(list(waiting), num_returns=1)
-        for reference in ready:
-            unit = waiting.pop(reference)
-            try:
-                result = ray.get(reference)
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, PairmillError):
-                    raise error.cause from error  # Ray's own carries a traceback for a sentence
-                raise
-            progress.advance(unit.rows)
-            waiting.update((remote.remote(more), more) for more in itertools.islice(coming, 1))
-            yield unit, result
+    try:
+        while waiting:
+            ready, _ = ray.wait(list(waiting), num_returns=1)
+            for reference in ready:
+                unit = waiting.pop(reference)
+                result, counts = _ray_result(ray, reference)
+                progress.advance(counts.pop("", 0), counts=counts)
+                waiting.update((remote.remote(more), more) for more in itertools.islice(coming, 1))
+                yield unit, result
+    finally:
+        for reference in waiting:
+            ray.cancel(reference, force=True)
+
+
+def _counted(task: Task, unit: Unit) -> tuple[Any, dict[str, int]]:
+    """The result of one unit with what it told `tick`, for an engine without a queue between processes."""
+    _pending.clear()
+    result = task(unit)
+    counts = dict(_pending)
+    _pending.clear()
+    return result, counts
+
+
+def _ray_result(ray: Any, reference: Any) -> Any:
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, PairmillError):
+            raise error.cause from error  # Ray's own carries a traceback for a sentence
+        raise
+    except ray.exceptions.RayError as error:  # nodes or workers died, too often to be tried again
+        raise RunError(
+            f"Ray gave a unit up ({type(error).__name__}) after {RAY_RETRIES} retries; finished units are safe, run the same "
+            "command again to continue"
+        ) from error

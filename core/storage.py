@@ -11,8 +11,10 @@ import errno
 import fnmatch
 import hashlib
 import os
+import platform
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +22,7 @@ from typing import IO, Any
 from core.errors import InputError, StorageError
 
 TEMPORARY = ".tmp-"
+STALE_S = 86_400  # what another machine began to write and left alone for so long is no longer being written
 
 
 class Folder:
@@ -157,7 +160,7 @@ class Folder:
         with storage_errors(self.path(name)):
             if local is not None:
                 local.parent.mkdir(parents=True, exist_ok=True)
-                temporary = local.parent / f"{TEMPORARY}{os.getpid()}-{local.name}"
+                temporary = local.parent / temporary_name(local.name)
             else:
                 temporary = Path(tempfile.mkdtemp(prefix="pairmill-")) / name.rsplit("/", 1)[-1]
             try:
@@ -217,11 +220,33 @@ class Folder:
             local.unlink(missing_ok=True)
 
     def sweep(self, parent: str) -> None:
-        """Remove what a killed writer left unfinished in `parent`. Only for the holder of the work folder's lock."""
+        """Remove what killed writers left unfinished in `parent`, and nothing that another run is still writing."""
         local = self._local_path(parent)
         if local is not None and local.is_dir():
             for leftover in local.glob(f"{TEMPORARY}*"):
-                leftover.unlink(missing_ok=True)
+                if not _is_being_written(leftover):
+                    leftover.unlink(missing_ok=True)
+
+
+def temporary_name(name: str) -> str:
+    """The name under which this process writes what will be `name`; no two processes of a cluster have the same."""
+    return f"{TEMPORARY}{_node()}-{os.getpid()}-{name}"
+
+
+def _node() -> str:
+    return platform.node().replace("-", "_")[:32]
+
+
+def _is_being_written(temporary: Path) -> bool:
+    node, _, rest = temporary.name.removeprefix(TEMPORARY).partition("-")
+    pid = rest.partition("-")[0]
+    if not pid.isdigit():
+        return False
+    if node == _node():
+        return pid != str(os.getpid()) and Path(f"/proc/{pid}").exists()
+    with contextlib.suppress(OSError):
+        return time.time() - temporary.stat().st_mtime < STALE_S
+    return False
 
 
 _UNWRITABLE = frozenset(

@@ -12,19 +12,23 @@ import fcntl
 import json
 import logging
 import os
+import time
 import tomllib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from core.config import StageConfig, plain
-from core.errors import WorkFolderError
+from core.config import StageConfig, UnitsConfig, plain
+from core.errors import ConfigError, WorkFolderError
+from core.plan import Part
 from core.storage import Folder
 
 log = logging.getLogger("pairmill.work")
+READY = "ready"  # in a stage's folder on an object store: the input for which part 0 has set the stage up
 SETTINGS = "pairmill.toml"
+SET_UP_S = 600.0  # parts on an object store wait so long for part 0, which sets the stage up
 
 
 @dataclass
@@ -35,6 +39,29 @@ class Stage:
     name: str
     home: str
     finished: dict[str, Any] | None
+    part: Part
+    hold: _Hold
+    inputs: str = ""
+
+    def share(self) -> None:
+        """The stage is set up: with `--part`, let the other parts in."""
+        if not (self.part.whole or self.part.index) and self.folder.local is None:
+            self.folder.write(f"{self.home}/{READY}", self.inputs.encode())
+        self.hold.give_turn()
+
+    def left_to_others(self, units: Callable[[], int]) -> dict[str, Any] | None:
+        """With `--part` and this part done: a summary to return, while `units()` still wait for other parts to do them.
+
+        None says that this run is to close the stage: the last part, or a whole run.
+        """
+        if self.part.whole:
+            return None
+        self.hold.take_turn()
+        left = units()
+        if left == 0 and not self.folder.exists(f"{self.home}/done.json"):
+            return None
+        log.info("%s: part %s is done; units that other parts have to do yet: %d", self.name, self.part, left)
+        return {"part": str(self.part), "left": left}
 
     def reopen(self) -> None:
         """Take the mark of a finished stage away, before what it vouches for is changed."""
@@ -44,6 +71,7 @@ class Stage:
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Mark the stage as done; returns `summary`."""
         self.folder.write(f"{self.home}/done.json", json.dumps(summary, indent=1).encode())
+        self.folder.remove(f"{self.home}/{READY}")
         return summary
 
 
@@ -83,9 +111,13 @@ def open_stage(
         StorageError: the folder cannot be written.
         WorkFolderError: another run is using it, or it holds other settings.
     """
+    part = Part.parse(config.part if isinstance(config, UnitsConfig) else "")
+    if config.fresh and not part.whole:
+        raise ConfigError("expected --fresh without --part: it would throw away what the other parts are at")
     folder = Folder(config.work)
     folder.make()
-    with _lock(folder):
+    with _Hold(folder, part) as hold:
+        _await_set_up(folder, home, part, inputs)
         recorded = read_settings(folder).get(name, {})
         if config.fresh:
             _throw_away(folder, home)
@@ -99,11 +131,31 @@ def open_stage(
                     f"{name} away with --fresh"
                 )
             log.info("%s: its input has changed, so it runs again", name)
+            hold.become_only()
             _throw_away(folder, home, keep)
         _record_settings(folder, name, config, inputs)
         marker = f"{home}/done.json"
         finished = json.loads(folder.read(marker)) if folder.exists(marker) else None
-        yield Stage(folder, name, home, finished)
+        yield Stage(folder, name, home, finished, part, hold, inputs)
+
+
+def _await_set_up(folder: Folder, home: str, part: Part, inputs: str) -> None:
+    """Where no lock can be had, part 0 sets a stage up and the others wait for it.
+
+    Raises:
+        WorkFolderError: it does not within ten minutes.
+    """
+    if part.whole or not part.index or folder.local is not None:
+        return
+    ready, until = f"{home}/{READY}", time.monotonic() + SET_UP_S
+    while not folder.exists(f"{home}/done.json"):
+        if folder.exists(ready) and folder.read(ready).decode() == inputs:
+            return
+        if time.monotonic() > until:
+            raise WorkFolderError(
+                f"expected part 0/{part.count} to set {folder} up, which it did not in {SET_UP_S:.0f} s; start it first"
+            )
+        time.sleep(min(5.0, SET_UP_S / 100))
 
 
 def _throw_away(folder: Folder, home: str, keep: Collection[str] = ()) -> None:
@@ -135,7 +187,7 @@ def _check_settings(folder: Folder, name: str, recorded: dict[str, Any], config:
     for key in sorted(set(recorded) | set(wanted)):
         if recorded and key not in ("inputs", "version") and recorded.get(key) != wanted.get(key):
             raise WorkFolderError(
-                f"{folder} holds the {name} of other settings ({key} was {recorded.get(key)!r}, now {wanted.get(key)!r}); "
+                f"{folder} holds the {name} of other settings ({key} was {made.get(key)!r}, now {wanted.get(key)!r}); "
                 f"choose another folder with --work, or throw that {name} away with --fresh"
             )
 
@@ -158,8 +210,9 @@ def package_version() -> str:
 
 
 @contextlib.contextmanager
-def locked(path: Path, what: str, option: str) -> Iterator[None]:
-    """Hold a lock file while the block runs. Released by the kernel on any death of the process, kill -9 included.
+def locked(path: Path, what: str, option: str, *, shared: bool = False) -> Iterator[int]:
+    """Hold a lock file while the block runs, which gets its descriptor. Released by the kernel on any death of the process,
+    kill -9 included. Those that hold it `shared` keep out only those that do not.
 
     Raises:
         WorkFolderError: another process holds it; `what` is in use, and `option` chooses another.
@@ -167,7 +220,7 @@ def locked(path: Path, what: str, option: str) -> Iterator[None]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(descriptor, 32).decode(errors="replace").strip()
             raise WorkFolderError(
@@ -175,13 +228,60 @@ def locked(path: Path, what: str, option: str) -> Iterator[None]:
             ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _lock(folder: Folder) -> contextlib.AbstractContextManager[None]:
-    if folder.local is None:
+class _Hold:
+    """A work folder in use: by one run alone, or by parts of one, which take turns to set a stage up and to close it."""
+
+    def __init__(self, folder: Folder, part: Part) -> None:
+        self._folder, self._part = folder, part
         # Object stores offer no lock; units are published by one PUT, so two runs waste work but break nothing.
-        return contextlib.nullcontext()
-    return locked(folder.local / ".lock", str(folder), "--work")
+        self._local = folder.local
+        self._turn: int | None = None
+
+    def __enter__(self) -> _Hold:
+        self._held = contextlib.ExitStack()
+        if self._local is not None:
+            lock = locked(self._local / ".lock", str(self._folder), "--work", shared=not self._part.whole)
+            self._lock = self._held.enter_context(lock)
+            self._held.callback(self.give_turn)
+            self.take_turn()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def take_turn(self) -> None:
+        """Wait until no other part sets up or closes; a whole run is alone anyway."""
+        if self._local is None or self._part.whole or self._turn is not None:
+            return
+        self._turn = os.open(self._local / ".turn", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("waiting for another part that sets %s up or closes it", self._folder)
+            fcntl.flock(self._turn, fcntl.LOCK_EX)
+
+    def give_turn(self) -> None:
+        if self._turn is not None:
+            os.close(self._turn)
+            self._turn = None
+
+    def become_only(self) -> None:
+        """Before results are thrown away: make sure that no other part is at work on them.
+
+        Raises:
+            WorkFolderError: one is.
+        """
+        if self._local is None or self._part.whole:
+            return
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise WorkFolderError(
+                f"the input of {self._folder} has changed while other parts are at work; stop them or wait, then start again"
+            ) from None
+        fcntl.flock(self._lock, fcntl.LOCK_SH)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from core.config import StageConfig, setting
+from core.config import UnitsConfig, setting
 from core.errors import ConfigError
 
 MOST_BITS = 64  # image hashes are compared up to this distance, so that any radius below re-uses the comparisons
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DedupConfig(StageConfig):
+class DedupConfig(UnitsConfig):
     """Find near-duplicate pairs and decide which to keep, with survivor, evidence and similarity of every removal.
 
     \b
@@ -74,7 +74,7 @@ class DedupConfig(StageConfig):
 
     def decides(self) -> dict[str, object]:
         """The settings that another decision over the same signatures may change."""
-        ignored = {"work", "workers", "engine", "fresh", "memory_gb", "dry_run", "captions", "caption_col"}
+        ignored = {"work", "workers", "engine", "fresh", "part", "memory_gb", "dry_run", "captions", "caption_col"}
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ignored}
         return {**values, "preset": list(self.preset), "against": list(self.against)}
 

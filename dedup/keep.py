@@ -20,13 +20,13 @@ from core import catalog
 from core.errors import ConfigError, InputError
 from core.runner import cores
 from core.storage import Folder
-from core.work import fingerprint, open_stage
+from core.work import Stage, fingerprint, open_stage
 from dedup import against, balance, bands, boilerplate, captions, evalsets, filters, oracle, policy, store
 from dedup.clusters import components, smallest_of
 from dedup.config import DedupConfig
 from dedup.evidence import Likeness, Pairs, image_groups
 from dedup.publish import CLUSTERS, DECISIONS, publish
-from dedup.sign import digests_of, sign, units_of
+from dedup.sign import digests_of, sign, units_of, unsigned
 
 if TYPE_CHECKING:
     import duckdb
@@ -58,6 +58,8 @@ def run(config: DedupConfig) -> dict[str, Any]:
     """
     start = time.monotonic()
     config.check()
+    if config.part and (config.captions or config.dry_run):
+        raise ConfigError("expected --part without --captions and --dry-run, which one run does alone")
     folder = Folder(config.work)
     sources = evalsets.find(config.against)
     inputs = captions.fingerprint(config.captions) if config.captions else _fingerprint(folder)
@@ -66,7 +68,12 @@ def run(config: DedupConfig) -> dict[str, Any]:
         if not config.dry_run and _is_decided(folder, stage.finished, settings, sources):
             log.info("dedup: already decided with these settings")
             return stage.finished or {}
-        summary = _judged(folder, config, sources)
+        if not stage.part.whole:
+            stage.reopen()  # the last part is the one that marks it as done again
+        stage.share()
+        summary = _signed_in_part(stage, config) or _judged(folder, config, sources)
+        if "left" in summary:
+            return summary
         summary |= {"seconds": round(time.monotonic() - start, 3), "settings": settings}
         if config.dry_run:
             return summary
@@ -96,6 +103,16 @@ def _is_decided(
         return False
     known = [report["fingerprint"] for report in finished.get("against", [])]
     return bool(finished.get("settings") == settings and known == [source.digest for source in sources])
+
+
+def _signed_in_part(stage: Stage, config: DedupConfig) -> dict[str, Any] | None:
+    """With `--part`: sign this part's units. A summary where others are left, None for who is to decide over all."""
+    if stage.part.whole:
+        return None
+    folder, at = stage.folder, dict[str, Any](workers=config.workers, engine=config.engine)
+    units, digests = units_of(folder, PARTS), digests_of(folder, PARTS)
+    sign(folder, PARTS, stage.part.of(units), digests=digests, by=config.minhash, **at)
+    return stage.left_to_others(lambda: unsigned(folder, units, digests=digests, by=config.minhash))
 
 
 def _judged(folder: Folder, config: DedupConfig, sources: list[evalsets.Source]) -> dict[str, Any]:

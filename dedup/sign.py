@@ -88,11 +88,21 @@ def sign(
         for name in folder.list(f"dedup/{home}/*.parquet"):
             if _stem(name) not in digests:
                 folder.remove(name)
-    marks = {unit: f"{VERSION} {by} {digest}".encode() for unit, digest in digests.items()}
+    marks = _marks(digests, by)
     task = functools.partial(_sign_part, folder=folder, parts=parts, by=by, marks=marks)
     done = functools.partial(_is_signed, folder=folder, marks=marks)
     for _ in run_units(units, task, done=done, workers=workers, engine=engine, label="dedup: sign"):
         pass
+
+
+def unsigned(folder: Folder, units: Sequence[Unit], *, digests: Mapping[str, str], by: str) -> int:
+    """How many of these parts have no signatures yet."""
+    marks = _marks(digests, by)
+    return sum(not _is_signed(unit, folder=folder, marks=marks) for unit in units)
+
+
+def _marks(digests: Mapping[str, str], by: str) -> dict[str, bytes]:
+    return {unit: f"{VERSION} {by} {digest}".encode() for unit, digest in digests.items()}
 
 
 def units_of(folder: Folder, parts: str) -> list[Unit]:

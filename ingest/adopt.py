@@ -49,6 +49,7 @@ def run(config: AdoptConfig) -> dict[str, Any]:
             return stage.finished or {}
         stage.reopen()
         stage.folder.sweep(staging.PARTS)
+        stage.share()
         return _adopt_all(config, stage, tars)
 
 
@@ -69,11 +70,14 @@ def _adopt_all(config: AdoptConfig, stage: Stage, tars: list[str]) -> dict[str, 
     started = time.monotonic()
     units = [Unit(unit_id(i), i, i + 1) for i in range(len(tars))]
     task = functools.partial(adopt_tar, config=config, folder=stage.folder, tars=tars)
+    there = set(stage.folder.list(f"{staging.PARTS}/*.parquet"))
     for _ in run_units(
-        units, task, done=lambda unit: stage.folder.exists(staging.part_name(unit.id)),
+        units, task, done=lambda unit: staging.part_name(unit.id) in there, part=stage.part,
         workers=config.workers, engine=config.engine, label="adopt", unit_of_progress="tars",
     ):  # fmt: skip
         pass
+    if partial := stage.left_to_others(lambda: len(tars) - len(stage.folder.list(f"{staging.PARTS}/*.parquet"))):
+        return partial
     _part_uids(stage.folder)
     catalog.write(stage.folder)
     summary = staging.summary(stage.folder)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from core.config import StageConfig, setting
+from core.config import UnitsConfig, setting
 from core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class IngestConfig(StageConfig):
+class IngestConfig(UnitsConfig):
     """Download the pictures of a URL list and stage them with their captions."""
 
     engine: str = setting("local", stable=False)
@@ -72,7 +72,7 @@ class IngestConfig(StageConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdoptConfig(StageConfig):
+class AdoptConfig(UnitsConfig):
     """Take shards of webdataset or img2dataset in as pairs, without copying a byte of their images."""
 
     shards: str = setting(argument=True)

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from core import catalog
-from core.errors import PairmillError
+from core.errors import ConfigError, PairmillError
+from core.plan import Part
 from core.plan import Unit as Group
-from core.runner import cores, run_units, tick
+from core.runner import run_units, slots, tick
 from core.schema import Outcome
 from core.storage import Folder, expand
 from core.work import Stage, fingerprint, open_stage, package_version
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["render", "run"]
 Result = TypeVar("Result")
+Numbers = Callable[[Group, int], list[int]]  # of the units in a run of units, of so many in all
 log = logging.getLogger("pairmill.ingest")
 
 WARM: tuple[str, ...] = ("ingest.warm",)  # modules that workers are forked with
@@ -61,6 +63,8 @@ def run(config: IngestConfig) -> dict[str, Any]:
         RunError: fewer rows than `min_success` succeed.
     """
     check(config)
+    if config.part and (config.retry_failed or config.engine == "img2dataset"):
+        raise ConfigError("expected --part without --retry-failed and --engine img2dataset, which do the whole list")
     if config.engine == "img2dataset":
         from ingest import peer
 
@@ -78,6 +82,7 @@ def run(config: IngestConfig) -> dict[str, Any]:
         staging.sweep_tars(stage.folder)
         urllist.write_plan(config, stage.folder)
         staging.claim(stage.folder, "ingest")
+        stage.share()
         return _fetch_all(config, stage)
 
 
@@ -95,24 +100,32 @@ def literal(name: str) -> str:
 def _fetch_all(config: IngestConfig, stage: Stage) -> dict[str, Any]:
     started, cpu = time.monotonic(), time.process_time()
     rows = urllist.plan_rows(stage.folder)
-    workers = config.workers or cores()
-    span = max(1, min(SPAN_UNITS, len(rows) // (4 * workers)))
+    workers, part = slots(config.engine, config.workers), stage.part
+    span = max(1, min(SPAN_UNITS, len(rows) // (4 * workers * part.count)))
     retryable = staging.retryable_units(stage.folder) if config.retry_failed else frozenset()
 
-    def finished(number: int) -> bool:
-        name = unit_id(number)
-        return name not in retryable and stage.folder.exists(staging.part_name(name))
+    def open_units() -> set[int]:
+        # one listing, where asking for each takes hours on an object store
+        there = set(stage.folder.list(f"{staging.PARTS}/*.parquet"))
+        names = ((number, unit_id(number)) for number in range(len(rows)))
+        return {number for number, name in names if name in retryable or staging.part_name(name) not in there}
 
-    done = {number for number in range(len(rows)) if finished(number)}
+    todo = open_units()
     total = Report()
-    groups = spans(rows, span)
-    mine = _for_one_worker(config, min(workers, len(groups)))
+    groups = spans(rows, span, part)
+    mine = _for_one_worker(config, min(workers, len(groups)) * part.count)
     in_memory = stage.folder.url.startswith("memory:")  # which other processes do not see
     with contextlib.ExitStack() as at_end:
         notes = Path(at_end.enter_context(tempfile.TemporaryDirectory()))
-        task = functools.partial(fetch_span, config=mine, folder=stage.folder, span=span, notes=notes)
+        task = functools.partial(
+            fetch_span,
+            config=mine,
+            folder=stage.folder,
+            numbers=functools.partial(_numbers, span, part.count),
+            notes=notes,
+        )
         running = run_units(
-            groups, task, done=lambda group: _numbers(group, span, len(rows)) <= done,
+            groups, task, done=lambda group: todo.isdisjoint(_numbers(span, part.count, group, len(rows))),
             workers=workers, engine=config.engine, label="ingest", describe=tally.progress_words,
             warm=(*WARM, *["ingest.warm_languages"] * config.lang),
             survive=None if in_memory else functools.partial(decoding.survive, place=notes),
@@ -121,6 +134,8 @@ def _fetch_all(config: IngestConfig, stage: Stage) -> dict[str, Any]:
         for _, report in running:
             total.add(report)
             check_success(total, config.min_success, enough=JUDGED_ROWS)
+    if partial := stage.left_to_others(lambda: len(open_units())):
+        return partial
     stage.folder.remove(journal.HOME)
     summary = {**staging.summary(stage.folder), "hosts": tally.hosts(stage.folder)}
     catalog.write(stage.folder)
@@ -155,30 +170,31 @@ def unit_id(number: int) -> str:
     return f"u{number:06d}"
 
 
-def spans(rows: list[int], span: int) -> list[Group]:
-    """Units of `rows` rows each, in runs of `span`; a run is named by its first unit."""
-    firsts = range(0, len(rows), span)
-    before = [0, *itertools.accumulate(rows)]
-    starts = [*(before[first] for first in firsts), before[-1]]
-    return [Group(unit_id(n), a, b) for n, a, b in zip(firsts, starts, starts[1:], strict=False)]
+def spans(rows: list[int], span: int, part: Part) -> list[Group]:
+    """The units of a part, of `rows` rows each, in runs of `span`; a run is named by its first unit, and as long as all."""
+    firsts = range(part.index, len(rows), span * part.count)
+    sizes = [sum(rows[first : first + span * part.count : part.count]) for first in firsts]
+    ends = itertools.accumulate(sizes)
+    return [Group(unit_id(n), end - size, end) for n, size, end in zip(firsts, sizes, ends, strict=True)]
 
 
-def _numbers(group: Group, span: int, units: int) -> set[int]:
+def _numbers(span: int, stride: int, group: Group, units: int) -> list[int]:
+    """Numbers of the units in a run of `span`, `stride` apart."""
     first = int(group.id[1:])
-    return set(range(first, min(first + span, units)))
+    return list(range(first, min(first + span * stride, units), stride))
 
 
 # ---- in a worker -------------------------------------------------------------------------------------------------------
 
 
-def fetch_span(group: Group, *, config: IngestConfig, folder: Folder, span: int, notes: Path) -> Report:
+def fetch_span(group: Group, *, config: IngestConfig, folder: Folder, numbers: Numbers, notes: Path) -> Report:
     """Do every unfinished unit of one run of units; `notes` is the folder of what is being decoded."""
     one_thread_each()
     cpu = time.process_time()
     try:
         notes.mkdir(exist_ok=True)  # on another machine of a Ray cluster, where nobody will read it
         with decoding.Watch(notes, group.id) as watch:
-            report = asyncio.run(_Span(config, folder, watch, decoding.blame(notes, group.id)).work(group, span))
+            report = asyncio.run(_Span(config, folder, watch, decoding.blame(notes, group.id)).work(group, numbers))
     except BaseExceptionGroup as errors:
         raise _first_cause(errors) from errors
     if multiprocessing.parent_process() is not None:  # in the main process it is counted there
@@ -213,13 +229,13 @@ class _Span:
         self._room = Room(config.concurrency)
         self._ahead = asyncio.Semaphore(AHEAD * config.concurrency)
 
-    async def work(self, group: Group, span: int) -> Report:
+    async def work(self, group: Group, numbers: Numbers) -> Report:
         from ingest.http import Fetcher
 
         rows = urllist.plan_rows(self._folder)
         with ThreadPoolExecutor(1 if self._blame.alone else DECODERS, "decode") as self._pool:
             async with Fetcher(self._config, version=package_version()) as fetcher, asyncio.TaskGroup() as tasks:
-                for number in sorted(_numbers(group, span, len(rows))):
+                for number in numbers(group, len(rows)):
                     unit = await self._in_thread(open_unit, self._folder, number, unit_id(number), self._config)
                     if unit is None:
                         tick(rows[number])

@@ -7,6 +7,7 @@ is not whole; `read` for the tar. The pictures of a unit lie here and not in mem
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
 import struct
@@ -27,6 +28,8 @@ Words = list[Any]
 class Journal:
     """The journal of unit `name`; in an object store's stead a temporary file, which dies with the process.
 
+    So it is where another process is still at this unit: a node that a cluster has given up may live on for a moment.
+
     Raises:
         StorageError: the disk is full or cannot be written.
     """
@@ -36,6 +39,9 @@ class Journal:
         self._where = str(self._path or f"temporary files in {tempfile.gettempdir()}")
         with storage_errors(self._where):
             self._file = _opened(self._path)
+            if self._path is not None and not _taken(self._file):
+                self._file.close()
+                self._path, self._file = None, _opened(None)
         self._end = 0
 
     def records(self) -> Iterator[tuple[Words, int, int]]:
@@ -86,6 +92,17 @@ def _opened(path: Path | None) -> Any:
         return tempfile.TemporaryFile(buffering=0)
     path.parent.mkdir(parents=True, exist_ok=True)
     return open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+
+
+def _taken(file: Any) -> bool:
+    """Whether this process holds the file now; released by the kernel on any death of it."""
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True
 
 
 def _checked(body: bytes) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from core.config import StageConfig, setting
+from core.config import StageConfig, UnitsConfig, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardConfig(StageConfig):
+class ShardConfig(UnitsConfig):
     """Write the kept pairs as shuffled tar shards that webdataset, DALI and `pairmill train` read.
 
     Pictures that dedup holds out for evaluation go to WORK/holdout in the same format.

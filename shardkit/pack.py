@@ -20,10 +20,10 @@ import pyarrow.parquet as pq
 
 from core import catalog
 from core.errors import ConfigError, InputError
-from core.plan import Unit
+from core.plan import Part, Unit
 from core.runner import run_units
 from core.storage import Folder
-from core.work import fingerprint, open_stage, read_settings
+from core.work import Stage, fingerprint, open_stage, read_settings
 from shardkit.config import ShardConfig
 from shardkit.index import SAMPLES, SHARDS, SIZES, Shard, ShardList, index_name, read_shard_list
 from shardkit.plan import PLANS, VIEWS, write_plans
@@ -65,7 +65,10 @@ def run(config: ShardConfig) -> dict[str, Any]:
             for home in _beside(folder):
                 folder.remove(home)
             write_plans(folder, config)
-        summary = _pack_all(folder, config)
+        stage.share()
+        summary = _pack_all(stage, config)
+        if "left" in summary:
+            return summary
         catalog.write(folder)
         stage.finish({**summary, "seconds": round(time.perf_counter() - started, 3)})
         tidy(folder)
@@ -164,32 +167,51 @@ def tidy(folder: Folder) -> None:
 # ---- all sets ---------------------------------------------------------------------------------------------------------
 
 
-def _pack_all(folder: Folder, config: ShardConfig) -> dict[str, Any]:
-    """Write every set; returns the summary without its seconds."""
-    packed = {home: figures for kind in KINDS for home, figures in _pack(folder, kind, config).items()}
+def _pack_all(stage: Stage, config: ShardConfig) -> dict[str, Any]:
+    """Write every set, or a part of each; returns the summary without its seconds."""
+    folder, units = stage.folder, {kind: shard_units(stage.folder, kind) for kind in KINDS}
+    for kind in KINDS:
+        _pack(folder, kind, units[kind], config, stage.part)
+    if partial := stage.left_to_others(lambda: sum(len(_unpacked(folder, k, units[k], config)) for k in KINDS)):
+        return partial
+    packed = {home: figures for kind in KINDS for home, figures in _describe_all(folder, kind, units[kind], config)}
     first = {**packed.pop("shards"), "holdout": packed.pop("holdout")}
     return {**first, "sets": packed} if packed else first
 
 
-def _pack(folder: Folder, kind: str, config: ShardConfig) -> dict[str, dict[str, Any]]:
-    """Write the shards of one plan in every size, and the files that describe them; figures by folder."""
+def _pack(folder: Folder, kind: str, units: list[Unit], config: ShardConfig, part: Part) -> None:
+    """Write the shards of one plan, or a part of them, in every size."""
     places = homes(kind, config.size)
-    units = shard_units(folder, kind)
-    if not units:
-        return {home: {"samples": 0, "shards": 0, "bytes": 0} for home in places}
-    there: set[str] = set()
-    for home in places:
+    for home in places if units else ():
         folder.sweep(home)
         folder.sweep(f"{home}/parts")
-        there |= {*folder.list(f"{home}/parts/*.parquet"), *folder.list(f"{home}/*")}
+    todo = set(_unpacked(folder, kind, units, config))
     task = PackShard(folder, PLANS[kind], places, config.size, config.quality)
     running = run_units(
-        units, task, done=lambda unit: _files(places, unit) <= there, workers=config.workers, engine=config.engine,
+        units, task, done=lambda unit: unit not in todo, part=part, workers=config.workers, engine=config.engine,
         label=f"shard ({kind})", unit_of_progress="images",
     )  # fmt: skip
     for _ in running:
         pass
-    return {home: describe(folder, home, units, config) for home in places}
+
+
+def _unpacked(folder: Folder, kind: str, units: list[Unit], config: ShardConfig) -> list[Unit]:
+    """Those shards of a plan that lack a file in some size."""
+    if not units:
+        return []
+    places, there = homes(kind, config.size), set[str]()
+    for home in places:
+        there |= {*folder.list(f"{home}/parts/*.parquet"), *folder.list(f"{home}/*")}
+    return [unit for unit in units if not _files(places, unit) <= there]
+
+
+def _describe_all(
+    folder: Folder, kind: str, units: list[Unit], config: ShardConfig
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Write the files that describe the sets of one plan; yields the figures of each folder."""
+    for home in homes(kind, config.size):
+        nothing = {"samples": 0, "shards": 0, "bytes": 0}
+        yield home, describe(folder, home, units, config) if units else nothing
 
 
 def shard_units(folder: Folder, kind: str) -> list[Unit]:

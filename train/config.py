@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from core.config import StageConfig, setting
+from core.config import StageConfig, UnitsConfig, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ class EvalConfig(StageConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScoreConfig(StageConfig):
+class ScoreConfig(UnitsConfig):
     """Give every fetched pair a `clip_score`: the cosine of picture and caption by a checkpoint, for `dedup` to filter by.
 
     It runs between ingest and dedup, and in one process, whose threads use every core (or the GPU).

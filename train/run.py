@@ -187,7 +187,7 @@ def _prepare(config: TrainConfig, home: Path) -> None:
     _check_settings(config, home)
 
 
-def _locked(home: Path) -> contextlib.AbstractContextManager[None]:
+def _locked(home: Path) -> contextlib.AbstractContextManager[object]:
     """Hold the run folder, which is made where it is not there yet."""
     Folder(home).make()
     return locked(home / LOCK, f"the run {home}", "--name")

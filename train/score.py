@@ -81,13 +81,16 @@ def run(config: ScoreConfig) -> dict[str, Any]:
             return stage.finished
         stage.reopen()
         folder.sweep(HOME)
+        stage.share()
         with _scorer(config, weights, digest, folder) as scorer:
             units = [Unit(_unit(name), i, i + 1) for i, name in enumerate(parts)]
             for _ in run_units(
                 units, scorer.score_part, done=scorer.is_scored, workers=1, engine="local", label="score",
-                unit_of_progress="parts",
+                unit_of_progress="parts", part=stage.part,
             ):  # fmt: skip
                 pass
+            if partial := stage.left_to_others(lambda: sum(not scorer.is_scored(unit) for unit in units)):
+                return partial
         finished = stage.finish({**_summary(folder), "checkpoint": weights.source, "seconds": time.monotonic() - start})
     catalog.write(folder)
     return finished
