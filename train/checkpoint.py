@@ -11,6 +11,7 @@ goes on. The folder may be of an object store (s3://), where each file is one PU
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import logging
@@ -24,8 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from core.config import plain
 from core.errors import DataError, WorkFolderError
 from core.storage import Folder, storage_errors
+from train.config import TrainConfig
 from train.models import ModelConfig
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ MARKER = "checkpoint.json"
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 AVERAGE = "average.safetensors"
+
+SETTINGS = "settings"
 
 # What a run cannot change between two checkpoints, and what to call it.
 FIXED = {
@@ -142,7 +147,7 @@ class Writer:
     def _write(self, step: int, files: Files, meta: dict[str, Any]) -> None:
         with storage_errors(self.home.url):
             write(self.home, step, files, meta)
-            prune(self.home, self.keep, self.keep_every)
+            prune(self.home, step, self.keep, self.keep_every)
 
 
 def folder_of(home: Place) -> Folder:
@@ -194,7 +199,9 @@ def load(path: Place) -> Saved:
                 if Folder(file.parent).sha256(file.name) != expected:
                     raise DataError(f"{folder.path(name)} is damaged: its sha256 is not the one in {MARKER}")
                 tensors[name] = load_file(file)
-        return Saved(folder.url, meta, tensors[MODEL], tensors[OPTIMIZER], tensors.get(AVERAGE, {}))
+        saved = Saved(folder.url, meta, tensors[MODEL], tensors[OPTIMIZER], tensors.get(AVERAGE, {}))
+        _ = saved.step, saved.shape  # which the marker has to name
+        return saved
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"the checkpoint {folder} is damaged: {error}") from error
 
@@ -231,11 +238,16 @@ def newest(home: Place, below: int | None = None) -> Saved | None:
     return None
 
 
-def prune(home: Place, keep: int, keep_every: int = 0) -> None:
-    """Remove all but the newest `keep` finished checkpoints, those of every `keep_every`-th step, and what a killed run
-    left unfinished."""
+def prune(home: Place, step: int, keep: int, keep_every: int = 0) -> None:
+    """Remove all but the newest `keep` finished checkpoints up to `step`, those of every `keep_every`-th step, and what a
+    killed run left unfinished.
+
+    Later ones do not count: the run fell back from them, because they are damaged. They are written anew when it gets there.
+    """
     steps = steps_saved(home)
-    wanted = {*steps[-max(1, keep) :], *(step for step in steps if keep_every and step % keep_every == 0)}
+    later = [saved for saved in steps if saved > step]
+    counted = [saved for saved in steps if saved <= step]
+    wanted = {*later, *counted[-max(1, keep) :], *(saved for saved in steps if keep_every and saved % keep_every == 0)}
     for name in _folders(folder_of(home)):
         if int(name.removeprefix("step_")) not in wanted:
             _remove(home, name)
@@ -260,13 +272,26 @@ def check_same(saved: Saved, wanted: dict[str, Any]) -> None:
         WorkFolderError: names what differs, and both values.
     """
     wanted = json.loads(json.dumps(wanted))  # as a file gives it back: lists where there were tuples
-    for key, name in FIXED.items():
-        if saved.meta.get(key) != wanted[key]:
-            was, now = _short(saved.meta.get(key)), _short(wanted[key])
-            raise WorkFolderError(
-                f"{saved.path} was trained with other values of {name} (was {was}, now {now}); choose another --name, "
-                "or throw the run away with --fresh"
-            )
+    shape = json.loads(json.dumps(dataclasses.asdict(saved.shape)))  # with the fields that are new since then
+    meta = {**saved.meta, "model": shape}
+    changes = [(name, meta.get(key), wanted[key]) for key, name in FIXED.items() if meta.get(key) != wanted[key]]
+    changes += changed_settings(meta.get(SETTINGS, {}), wanted.get(SETTINGS, {}))
+    for name, was, now in changes[:1]:
+        raise WorkFolderError(
+            f"{saved.path} was trained with other values of {name} (was {_short(was)}, now {_short(now)}); choose another "
+            "--name, or throw the run away with --fresh"
+        )
+
+
+def changed_settings(recorded: dict[str, Any], wanted: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Name, former and present value of each setting that changed; one that did not exist yet was at its default."""
+    if not recorded:
+        return []
+    defaults = plain(TrainConfig().fingerprint())
+    begun = {**{key: defaults.get(key) for key in wanted}, **recorded}
+    return [
+        (key, begun.get(key), wanted.get(key)) for key in sorted({*begun, *wanted}) if begun.get(key) != wanted.get(key)
+    ]
 
 
 def _short(value: Any) -> str:

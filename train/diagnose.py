@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,7 @@ def run(config: DiagnoseConfig) -> dict[str, Any]:
 
 
 def _check(config: DiagnoseConfig) -> None:
-    if config.seconds < 0 or not 0 <= config.budget < 1:
+    if not 0 <= config.seconds < math.inf or not 0 <= config.budget < 1:
         raise ConfigError("expected --seconds of 0 or more and a --budget between 0 and 1, as 0.1 for 10 %")
     if config.batch_size < 0 or config.threads < 0 or config.apply < 0:
         raise ConfigError("expected --batch-size, --threads and --apply of 0 or more")

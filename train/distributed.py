@@ -264,9 +264,9 @@ class Ended(NamedTuple):
 def launch_ranks(argv: Sequence[str], ranks: int, env: dict[str, str] | None = None) -> Ended:
     """Run `python ARGV` once a rank on this machine through torchrun, and wait for the end.
 
-    `argv` is a script with its arguments, or "-m", module, arguments. SIGINT and SIGTERM reach all ranks, and when one
-    rank or this process dies (kill -9 included) the others are ended. The cores are shared out evenly unless
-    OMP_NUM_THREADS is set.
+    `argv` is a script with its arguments, or "-m", module, arguments. SIGINT and SIGTERM reach all ranks, SIGUSR1
+    does as SIGTERM (torchrun would die of it), and when one rank or this process dies (kill -9 included) the others are
+    ended. The cores are shared out evenly unless OMP_NUM_THREADS is set.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, after all ranks have ended.
@@ -326,14 +326,14 @@ def _rank_env(ranks: int, extra: dict[str, str] | None) -> dict[str, str]:
 
 @contextmanager
 def _forwarded_signals(child: subprocess.Popen[bytes]) -> Iterator[set[int]]:
-    """Passes SIGINT and SIGTERM on; yields the set of those that came."""
+    """Passes SIGINT and SIGTERM on, and SIGUSR1 as SIGTERM; yields the set of those that came."""
     came: set[int] = set()
 
     def forward(number: int, _: FrameType | None) -> None:
         came.add(number)
-        child.send_signal(number)
+        child.send_signal(signal.SIGTERM if number == signal.SIGUSR1 else number)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield came
     finally:

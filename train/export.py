@@ -1,7 +1,7 @@
 """Weights in and out: our checkpoints, open_clip's folders, bare state dicts. STAGE `export`.
 
-In:  `load_weights(path)` reads a checkpoint or run folder of ours (or the URL of checkpoints), an open_clip folder, a .safetensors file, a .pt state
-     dict (open_clip's or OpenAI's).
+In:  `load_weights(path)` reads a checkpoint or run folder of ours (or the URL of checkpoints), an open_clip folder, a
+     .safetensors file, a .pt state dict (open_clip's or OpenAI's).
 Out: `open_clip_config.json` and `open_clip_model.safetensors`, which `open_clip.create_model("local-dir:OUT")` loads.
 
 Parameter names are open_clip's everywhere, so nothing is renamed on the way.
@@ -135,7 +135,7 @@ def load_weights(path: str, model: str = "") -> Weights:
         return _from_open_clip(place)
     if (place / checkpoint.MARKER).exists():
         return _from_checkpoint(checkpoint.load(place))
-    for home in (place / "checkpoints", place, *_checkpoints_elsewhere(place)):
+    for home in (str(place / "checkpoints"), path, *_checkpoints_elsewhere(place)):
         if (saved := checkpoint.newest(home)) is not None:
             return _from_checkpoint(saved)
     raise InputError(

@@ -22,6 +22,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from core.config import plain
 from core.errors import RunError
 from core.metrics import Jsonl
 from core.progress import Progress
@@ -348,6 +349,8 @@ def _fixed(config: TrainConfig, plan: Plan, tokenizer: Tokenizer, shape: ModelCo
         "batch_size": config.batch_size,
         "seed": config.seed,
         "lanes": plan.lanes,
+        # not where the data and the first weights lie: another machine may have them elsewhere, or need the latter no more
+        checkpoint.SETTINGS: {k: v for k, v in plain(config.fingerprint()).items() if k not in ("shards", "init")},
     }
 
 

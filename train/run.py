@@ -45,7 +45,7 @@ LOCK = ".lock"
 # What gloo and NCCL say when a rank at the other end is gone.
 LOST_CONTACT = re.compile(r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|TCPStore")
 
-NOT_NEGATIVE = ("micro_batch", "ranks", "steps", "warmup", "eval_every", "checkpoint_every", "checkpoint_minutes",
+NOT_NEGATIVE = ("cache_gb", "micro_batch", "ranks", "steps", "warmup", "eval_every", "checkpoint_every", "checkpoint_minutes",
                 "keep_every", "threads", "grad_clip", "spike", "lr", "wd")  # fmt: skip
 
 
@@ -197,17 +197,31 @@ def _check_settings(config: TrainConfig, home: Path) -> None:
     """Compare with the settings the run began with, or write them down. A run without a checkpoint binds nobody."""
     folder, wanted = Folder(home), plain(config.fingerprint())
     if folder.exists(SETTINGS) and (folder.exists(DONE) or checkpoint.steps_saved(checkpoints_of(config, home))):
-        recorded = json.loads(folder.read(SETTINGS))["settings"]
-        for key in sorted(set(recorded) | set(wanted)):
-            if recorded.get(key) != wanted.get(key):
-                raise WorkFolderError(
-                    f"{home} holds a run of other settings ({key} was {recorded.get(key)!r}, now {wanted.get(key)!r}); "
-                    "choose another --name, or throw the run away with --fresh"
-                )
+        for key, was, now in checkpoint.changed_settings(_recorded(folder, "settings"), wanted):
+            raise WorkFolderError(
+                f"{home} holds a run of other settings ({key} was {was!r}, now {now!r}); choose another --name, or throw the "
+                "run away with --fresh"
+            )
         return
+    before = _recorded(folder, "as_run").get("checkpoints") or str(home / "checkpoints")
+    if folder.exists(SETTINGS) and checkpoint.steps_saved(before):
+        raise WorkFolderError(
+            f"{home} has its checkpoints in {before}, and there are none in {checkpoints_of(config, home)}; name the former "
+            "with --checkpoints, or throw the run away with --fresh"
+        )
     everything = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     record = {"settings": wanted, "as_run": plain(everything), "version": package_version()}
     folder.write(SETTINGS, json.dumps(record, indent=1).encode())
+
+
+def _recorded(folder: Folder, key: str) -> dict[str, Any]:
+    """Settings in the run's config.json; empty where it is not there, or no JSON any more."""
+    try:
+        return dict(json.loads(folder.read(SETTINGS)).get(key, {})) if folder.exists(SETTINGS) else {}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise WorkFolderError(
+            f"{folder.path(SETTINGS)} is damaged ({error}); throw the run away with --fresh, or choose another --name"
+        ) from error
 
 
 def checkpoints_of(config: TrainConfig, home: Path) -> str:

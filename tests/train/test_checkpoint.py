@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from core.errors import ConfigError, DataError, InputError, StorageError, WorkFolderError
 from core.storage import Folder
 from train import checkpoint
-from train.config import ExportConfig
+from train.config import ExportConfig, TrainConfig
 from train.export import IMAGE_POSITIONS, Weights, load_weights, open_clip_config, run_folder, shape_from_open_clip
 from train.export import run as export
 from train.models import MODELS, model_config
@@ -120,13 +120,13 @@ def test_an_unfinished_checkpoint_does_not_count_and_is_swept(tmp_path: Path) ->
     (tmp_path / "step_00000020" / checkpoint.MODEL).write_bytes(b"half a file")
     saved = checkpoint.newest(tmp_path)
     assert saved is not None and saved.step == 10
-    checkpoint.prune(tmp_path, 3)
+    checkpoint.prune(tmp_path, 10, 3)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000010"]
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     write(tmp_path, 5, 10, 15, 20)
-    checkpoint.prune(tmp_path, 2)
+    checkpoint.prune(tmp_path, 20, 2)
     assert checkpoint.steps_saved(tmp_path) == [15, 20]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000015", "step_00000020"]
 
@@ -136,7 +136,7 @@ def test_a_copy_that_someone_made_beside_them_is_no_checkpoint_and_stays(tmp_pat
     for name in ("step_00000010_copy", "step_00000020.good", "step_best"):
         shutil.copytree(tmp_path / "step_00000010", tmp_path / name)
     assert checkpoint.steps_saved(tmp_path) == [10, 20]
-    checkpoint.prune(tmp_path, 1)
+    checkpoint.prune(tmp_path, 20, 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "step_00000010_copy",
         "step_00000020",
@@ -147,7 +147,7 @@ def test_a_copy_that_someone_made_beside_them_is_no_checkpoint_and_stays(tmp_pat
 
 def test_every_so_many_steps_one_is_kept_for_good(tmp_path: Path) -> None:
     write(tmp_path, 4, 6, 8, 10, 12, 14)
-    checkpoint.prune(tmp_path, 2, 4)
+    checkpoint.prune(tmp_path, 14, 2, 4)
     assert checkpoint.steps_saved(tmp_path) == [4, 8, 12, 14]
 
 
@@ -165,6 +165,19 @@ def test_what_is_written_in_the_background_is_what_was_there_when_it_began(tmp_p
     writer.finish()
     assert checkpoint.steps_saved(tmp_path) == [2, 3]
     assert writer.path(3) == str(tmp_path / "step_00000003")
+
+
+def test_a_run_that_fell_back_keeps_its_new_checkpoints_rather_than_the_damaged_later_ones(tmp_path: Path) -> None:
+    model, optimizer = write(tmp_path, 10, 20)
+    (tmp_path / "step_00000020" / checkpoint.MODEL).write_bytes(b"damaged")
+    writer = checkpoint.Writer(tmp_path, keep=1)
+    writer.save(15, checkpoint.snapshot(model, optimizer), META)  # by the clock, or with another --checkpoint-every
+    writer.finish()
+    saved = checkpoint.newest(tmp_path)
+    assert saved is not None and saved.step == 15 and not (tmp_path / "step_00000010").exists()
+    writer.save(25, checkpoint.snapshot(model, optimizer), META)
+    writer.finish()
+    assert checkpoint.steps_saved(tmp_path) == [25]
 
 
 def test_a_fault_of_the_background_is_raised_by_the_next_call(tmp_path: Path) -> None:
@@ -200,6 +213,7 @@ def test_checkpoints_in_an_object_store_over_http(tmp_path: Path, monkeypatch: p
             writer.save(step, checkpoint.snapshot(model, optimizer), META)
         writer.finish()
         assert checkpoint.steps_saved("s3://runs/a") == [2, 3]
+        assert all(same(model, place) for place in ("s3://runs/a", writer.path(2)))
         saved = checkpoint.newest("s3://runs/a")
         assert saved is not None and saved.path == writer.path(3) == "s3://runs/a/step_00000003"
         assert all(torch.equal(saved.model[name], value) for name, value in model.state_dict().items())
@@ -218,6 +232,31 @@ def test_a_resume_with_anything_else_is_refused_by_name(tmp_path: Path, key: str
     checkpoint.check_same(saved, META)
     with pytest.raises(WorkFolderError, match=f"other values of {words} .*now other.*--fresh"):
         checkpoint.check_same(saved, {**META, key: "other"})
+
+
+def test_a_resume_with_another_setting_is_refused_and_a_setting_or_field_new_since_then_was_at_its_default(
+    tmp_path: Path,
+) -> None:
+    model, optimizer = make(1)
+    begun = TrainConfig(lr=0.1).fingerprint()
+    older = {key: value for key, value in begun.items() if key != "ema"}
+    shape = {key: value for key, value in META["model"].items() if key != "patch_dropout"}
+    path = checkpoint.save(tmp_path, 3, model, optimizer, {**META, "model": shape, checkpoint.SETTINGS: older})
+    saved = checkpoint.load(path)
+    checkpoint.check_same(saved, {**META, checkpoint.SETTINGS: begun})
+    for key, other in (("ema", 0.9), ("lr", 0.2)):
+        with pytest.raises(WorkFolderError, match=rf"other values of {key} \(was .*, now {other}\).*--fresh"):
+            checkpoint.check_same(saved, {**META, checkpoint.SETTINGS: {**begun, key: other}})
+
+
+@pytest.mark.parametrize(
+    "marker", ['{"sha256": {}}', "[]", "", '{"sha256": 3, "step": 1}', '{"sha256": {}, "step": "x"}']
+)
+def test_a_marker_that_says_too_little_is_a_damaged_checkpoint(tmp_path: Path, marker: str) -> None:
+    write(tmp_path, 1)
+    (tmp_path / "step_00000001" / checkpoint.MARKER).write_text(marker)
+    with pytest.raises(DataError, match="damaged"):
+        checkpoint.load(tmp_path / "step_00000001")
 
 
 # -- weights in and out ------------------------------------------------------------------------------------------------

@@ -175,9 +175,12 @@ def damaged(pixels: np.ndarray, kind: int) -> bytes:
         return out.getvalue()
     middle = len(whole) // 2
     return [
-        whole[:middle], b"", b"<html><body>404 Not Found</body></html>", whole[:middle] + bytes(len(whole) - middle - 2) + whole[-2:],
+        whole[:middle],
+        b"",
+        b"<html><body>404 Not Found</body></html>",
+        whole[:middle] + bytes(len(whole) - middle - 2) + whole[-2:],
         whole[:-2],
-    ][kind]  # fmt: skip
+    ][kind]
 
 
 @pytest.fixture(scope="module")

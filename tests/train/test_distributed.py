@@ -91,8 +91,10 @@ def test_ctrl_c_is_raised_after_the_ranks_have_ended(script: str, tmp_path: Path
     assert b"KeyboardInterrupt" in launcher.communicate(timeout=90)[1].splitlines()[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_to_the_launcher_ends_all_ranks(script: str, tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "code_of"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGKILL, -9)])
+def test_a_signal_to_the_launcher_ends_all_ranks(
+    script: str, tmp_path: Path, number: signal.Signals, code_of: int
+) -> None:
     code = "import sys; from train.distributed import launch_ranks; sys.exit(launch_ranks(sys.argv[1:], 2).code)"
     launcher = subprocess.Popen(
         [sys.executable, "-c", code, script, str(tmp_path), "wait"],
@@ -105,7 +107,7 @@ def test_a_signal_to_the_launcher_ends_all_ranks(script: str, tmp_path: Path, nu
         assert time.monotonic() < deadline
         time.sleep(0.1)
     launcher.send_signal(number)
-    assert launcher.wait(60) != 0
+    assert launcher.wait(60) == code_of
     deadline = time.monotonic() + 10
     while left := [p.pid for p in psutil.process_iter(["cmdline"]) if script in (p.info["cmdline"] or [])]:
         assert time.monotonic() < deadline, f"{left} live on"
