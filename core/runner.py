@@ -208,9 +208,12 @@ def _nameless_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _start_process(outbox: Any) -> None:
+def _start_process(outbox: Any, environment: dict[str, str]) -> None:
     """Begin a worker process, which ends when its parent does, even by kill -9: the parent's lock is free by then, and
     the next run must not meet this one's workers."""
+    # a fork server hands on the environment of the moment when it began: yesterday's keys of an object store
+    os.environ.clear()
+    os.environ.update(environment)
     _start_worker(outbox)
     threading.Thread(target=_die_with_parent, daemon=True).start()
 

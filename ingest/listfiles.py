@@ -92,13 +92,21 @@ def open_list(files: list[str], url_col: str, caption_col: str) -> ListSource:
         source._batches = _txt(source)
         return source
     positions = url_col.isdigit()
-    names = _column_names(form, files[0], positions)
+    files, names = _from_first_row(form, files, positions)
     labels = _labels(names)
     source = ListSource(files, _find(url_col, labels, files[0], "--url-col"), None, text=form != "parquet")
     source.caption = _find(caption_col, labels, files[0], "--caption-col") if caption_col else None
     source.uid = next((n for n in labels if n.lower() == "uid" and n not in (source.url, source.caption)), None)
     source._batches = _labelled(_in_order(source, form, names, positions), labels)
     return source
+
+
+def _from_first_row(form: str, files: list[str], positions: bool) -> tuple[list[str], list[str]]:
+    """`files` without the empty ones before the first that names columns, and its columns; Spark leaves empty parts."""
+    for place, name in enumerate(files):
+        if names := _column_names(form, name, positions):
+            return files[place:], names
+    raise InputError(f"expected a list of URLs in {files[0]}, found no row in it")
 
 
 def _labels(names: list[str]) -> list[str]:
@@ -237,6 +245,7 @@ def _readable(name: str) -> Iterator[None]:
 
 
 def _column_names(form: str, name: str, positions: bool) -> list[str]:
+    """The columns of a file, none where it is empty."""
     with _readable(name):
         if form == "parquet":
             import pyarrow.parquet as pq
@@ -247,14 +256,10 @@ def _column_names(form: str, name: str, positions: bool) -> list[str]:
             names: dict[str, None] = {}
             for record in itertools.islice(_records(form, name), 1000):
                 names.update(dict.fromkeys(record or {}))
-            if not names:
-                raise InputError(f"expected records in {name}, found none")
             return list(names)
         with _opened(name) as file:
             head = _text(file.read(_SNIFF_BYTES)).removeprefix("\ufeff")
         row, _ = _first_row(head, _dialect(form, head))
-        if not row:
-            raise InputError(f"expected a list of URLs in {name}, found an empty file")
         return [str(i) for i in range(len(row))] if positions else row
 
 
@@ -271,9 +276,11 @@ def _in_order(source: ListSource, form: str, names: list[str], positions: bool) 
             elif form in ("json", "jsonl"):
                 yield from _json(form, name, names, source)
             else:
-                if name != source.files[0] and (found := _column_names(form, name, positions)) != names:
+                found = _column_names(form, name, positions)
+                if found and found != names:
                     raise InputError(f"expected the columns of {source.files[0]} in {name}, found {', '.join(found)}")
-                yield from _delimited(form, name, names, positions, source)
+                if found:
+                    yield from _delimited(form, name, names, positions, source)
 
 
 def _text(data: bytes) -> str:
@@ -369,12 +376,13 @@ def _delimited(form: str, name: str, names: list[str], positions: bool, source: 
 
 
 def _strings(column: Any) -> Any:
+    """Bytes as text."""
     import pyarrow as pa
 
     try:
         return column.cast(pa.string())
     except pa.ArrowInvalid:
-        return pa.array([_text(v) for v in column.to_pylist()], pa.string())
+        return pa.array([None if v is None else _text(v) for v in column.to_pylist()], pa.string())
 
 
 # ---- json and jsonl ----------------------------------------------------------------------------------------------------
@@ -393,7 +401,7 @@ def _records(form: str, name: str) -> Iterator[dict[str, Any] | None]:
             if line.strip():
                 try:
                     record = json.loads(_text(line).removeprefix("\ufeff"))
-                except (json.JSONDecodeError, RecursionError):
+                except (ValueError, RecursionError):  # the first also for a number of thousands of digits
                     record = None
                 yield record if isinstance(record, dict) else None
 
@@ -457,13 +465,13 @@ def _simplified(column: Any) -> Any:
     import pyarrow as pa
 
     kind = _simple(column.type)
-    if column.type == kind:
-        return column
-    if any(
-        is_kind(column.type)
-        for is_kind in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
-    ):
-        return pa.array([None if v is None else _text(v) for v in column.to_pylist()], kind)
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    types = pa.types
+    strings = (types.is_string, types.is_large_string, types.is_string_view)
+    binaries = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
+    if any(holds_bytes(column.type) for holds_bytes in strings + binaries):
+        return _strings(column.cast(pa.binary()))  # of strings, too, nobody has checked that they are UTF-8
     try:
         return column.cast(kind)
     except (pa.ArrowNotImplementedError, pa.ArrowInvalid):

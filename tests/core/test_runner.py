@@ -68,6 +68,23 @@ def test_an_error_in_a_unit_arrives_as_itself(workers: int) -> None:
         list(run_units(cut(2, 1), fail, done=lambda unit: False, workers=workers, engine="local", label="test"))
 
 
+def word_of_environment(unit: Unit) -> str | None:
+    return os.environ.get("PAIRMILL_WORD")
+
+
+def test_forked_workers_have_the_environment_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that they are forked from began long ago; keys of an object store may be newer."""
+    for word in ("one", "two", None):
+        monkeypatch.delenv("PAIRMILL_WORD", raising=False)
+        if word:
+            monkeypatch.setenv("PAIRMILL_WORD", word)
+        ran = run_units(
+            cut(2, 1), word_of_environment, done=lambda unit: False, workers=2, engine="local", label="test",
+            warm=("ingest.warm",),
+        )  # fmt: skip
+        assert [found for _, found in ran] == [word, word]
+
+
 def slow_unless_first(folder: Path, unit: Unit) -> None:
     if unit.start == 0:
         while len(list(folder.iterdir())) < 1:

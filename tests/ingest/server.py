@@ -10,6 +10,7 @@ import asyncio
 import functools
 import gzip
 import io
+import math
 import ssl
 import threading
 from collections import Counter
@@ -56,6 +57,7 @@ class Server:
         self.hits: Counter[str] = Counter()
         self.agents: set[str] = set()
         self.delay = 0.0
+        self.limit = math.inf  # requests beyond so many wait until it is raised, so that a test can act meanwhile
         self.peak = self._open = 0
         self.peaks: Counter[str] = Counter()  # the same by the first folder of the path
         self._by_folder: Counter[str] = Counter()
@@ -96,6 +98,7 @@ class Server:
     @web.middleware
     async def _counted(self, request: web.Request, handler: web.Handler) -> web.StreamResponse:  # type: ignore[name-defined]
         self.hits[request.path_qs] += 1
+        number = self.hits.total()
         self.agents.add(request.headers.get("User-Agent", ""))
         self._open += 1
         self.peak = max(self.peak, self._open)
@@ -104,6 +107,8 @@ class Server:
         self.peaks[folder] = max(self.peaks[folder], self._by_folder[folder])
         try:
             await asyncio.sleep(self.delay)
+            while number > self.limit:
+                await asyncio.sleep(0.005)
             return await handler(request)
         finally:
             self._open -= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import os
 import random
 import signal
@@ -347,14 +348,14 @@ def started(arguments: dict[str, Any]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def kill_after(process: subprocess.Popen[bytes], server: Server, requests: int) -> None:
-    """Kill -9 the process and its workers when the server has seen so many requests more."""
-    until = server.hits.total() + requests
-    while server.hits.total() < until:
-        assert process.poll() is None
+def started_and_held(server: Server, requests: int, arguments: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """A run whose server has seen so many requests and lets no more pass, however slow this machine is to notice."""
+    server.limit = server.hits.total() + requests
+    process = started(arguments)
+    while server.hits.total() < server.limit:
+        assert process.poll() is None, process.communicate()
         time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    return process
 
 
 @pytest.mark.timeout(900)  # many starts of a whole process, on a machine that may be busy
@@ -370,10 +371,12 @@ def test_kill_9_at_any_moment_loses_nothing_and_repeats_only_what_was_under_way(
     moments = random.Random(9)
     workers = [1, 2, 1, 1, 2, 1]
     for number in workers:
-        process = started(settings(tmp_path, urls, workers=number, **common))
-        kill_after(process, server, moments.randint(20, 50))
+        arguments = settings(tmp_path, urls, workers=number, **common)
+        process = started_and_held(server, moments.randint(20, 50), arguments)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
     assert not (tmp_path / "work/ingest/done.json").exists()
-    server.delay = 0.0
+    server.delay, server.limit = 0.0, math.inf
     part_folder = tmp_path / "work/ingest/parts"
     done = {path.name: path.stat().st_mtime_ns for path in part_folder.glob("u*.parquet")}
     assert run(tmp_path, urls, **common)["rows"] == 440
@@ -390,14 +393,10 @@ def test_kill_9_at_any_moment_loses_nothing_and_repeats_only_what_was_under_way(
 def test_ctrl_c_keeps_what_was_fetched(tmp_path: Path, server: Server) -> None:
     rows = [(server.url(f"/pic/{i}.jpg"), f"caption {i}") for i in range(120)]
     urls = write_list(tmp_path / "list.parquet", rows)
-    server.delay = 0.02
-    process = started(settings(tmp_path, urls, concurrency=4, size=NO_RESIZE))
-    while server.hits.total() < 60:
-        assert process.poll() is None
-        time.sleep(0.005)
+    process = started_and_held(server, 60, settings(tmp_path, urls, concurrency=4, size=NO_RESIZE))
     process.send_signal(signal.SIGINT)
-    assert b"KeyboardInterrupt" in process.communicate(timeout=60)[1]  # which the command line turns into a sentence
-    server.delay = 0.0
+    assert b"KeyboardInterrupt" in process.communicate(timeout=120)[1]  # which the command line turns into a sentence
+    server.limit = math.inf
     assert run(tmp_path, urls, concurrency=4, size=NO_RESIZE)["ok"] == 120
     assert server.hits.total() - len(server.hits) <= fetch.AHEAD * 4
 

@@ -174,6 +174,40 @@ def test_parquet_files_in_other_order_and_of_other_types_are_one_list(tmp_path: 
     ]
 
 
+@pytest.mark.parametrize("empty", [["1"], ["2"], ["1", "3"]])
+@pytest.mark.parametrize(
+    ("form", "data", "nothing"),
+    [
+        ("csv", b"url,caption\nhttp://a.test/1,x\n", b""), ("csv.gz", gzip.compress(b"caption,url\nx,http://a.test/1\n"), b""),
+        ("csv", b"url,caption\nhttp://a.test/1,x\n", b"url,caption\n"), ("tsv", b"url\tcaption\nhttp://a.test/1\tx\n", b"\n"),
+        ("jsonl", b'{"url": "http://a.test/1", "caption": "x"}\n', b""), ("txt", b"http://a.test/1\n", b""),
+        ("json", b'[{"url": "http://a.test/1", "caption": "x"}]', b"[]"),
+    ],
+)  # fmt: skip
+def test_empty_parts_among_others_are_no_fault(
+    tmp_path: Path, form: str, data: bytes, nothing: bytes, empty: list[str]
+) -> None:
+    """Spark leaves them."""
+    for name in ("1", "2", "3"):
+        wrapped = gzip.compress(nothing) if form.endswith("gz") else nothing
+        (tmp_path / f"{name}.{form}").write_bytes(wrapped if name in empty else data)
+    table = plan(tmp_path, tmp_path / f"*.{form}")
+    assert table["url"].to_pylist() == ["http://a.test/1"] * (3 - len(empty))
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "dictionary", "binary", "large_binary"])
+def test_parquet_text_that_is_not_utf_8_is_replaced(tmp_path: Path, kind: str) -> None:
+    """Writers mark bytes of any encoding as strings, and nobody checks."""
+    words = pa.array([b"caf\xe9", None, b"caf\xc3\xa9"], pa.binary())
+    texts = pa.StringArray.from_buffers(3, words.buffers()[1], words.buffers()[2], words.buffers()[0])
+    forms = {"binary": words, "large_binary": words.cast(pa.large_binary()), "string": texts}
+    column = forms.get(kind, texts.cast(pa.large_string()) if kind == "large_string" else texts.dictionary_encode())
+    urls = pa.array([f"http://a.test/{i}" for i in range(3)])
+    pq.write_table(pa.table({"url": urls, "caption": column, "note": column}), tmp_path / "list.parquet")
+    table = plan(tmp_path, tmp_path / "list.parquet")
+    assert table["caption_raw"].to_pylist() == table["note"].to_pylist() == ["caf\ufffd", None, "café"]
+
+
 def test_parquet_columns_of_any_type_are_carried(tmp_path: Path) -> None:
     columns = {
         "url": pa.array([1]), "caption": pa.array(["x"]), "half": pa.array([0.5], pa.float16()),
@@ -192,7 +226,6 @@ MANY_LINES = b"".join(b"http://a.test/%d\n" % (i * 7919 % 1_000_003) for i in ra
     ("files", "words"),
     [
         ({"1.csv": A_LIST, "2.csv": b"url,text\nhttp://a.test/1,x\n"}, "1.csv in .*2.csv, found url, text"),
-        ({"1.csv": A_LIST, "2.csv": b""}, "2.csv, found an empty file"),
         ({"1.parquet": [1], "2.parquet": [1.5]}, "differ in the type of a column"),
         ({"1.parquet": [1], "2.parquet": None}, "1.parquet in .*2.parquet, found url, caption"),
         ({"1.parquet": [1], "2.parquet": b"junk"}, "2.parquet cannot be read as its ending says"),
@@ -342,6 +375,16 @@ def test_fields_hold_what_they_like(tmp_path: Path) -> None:
     assert table["url"].to_pylist() == [row["url"] for row in rows]
 
 
+@pytest.mark.parametrize(
+    "line", ['{"n": ' + "9" * 5000 + "}", "[" * 100_000, "{", "\0", "7"], ids=lambda line: line[:9]
+)
+def test_a_line_that_is_no_record_costs_itself(tmp_path: Path, line: str, caplog: pytest.LogCaptureFixture) -> None:
+    good = '{"url": "http://a.test/1", "caption": "x"}\n'
+    (tmp_path / "list.jsonl").write_text(f"{good}{line}\n{good}")
+    assert plan(tmp_path, tmp_path / "list.jsonl").num_rows == 2
+    assert "1 lines of the list are not rows" in caplog.text
+
+
 def test_records_of_mixed_kinds(tmp_path: Path) -> None:
     lines = [
         '{"url": 7, "caption": ["a", "b"]}', '{"url": null, "caption": {"en": "x"}, "more": 1}', '{"caption": true}', "",
@@ -453,7 +496,7 @@ def test_what_will_not_be_fetched_is_told_beforehand(tmp_path: Path, caplog: pyt
         ("list.csv", b"link,alt\nhttp://a.test/1,x\n", "has no column 'url'; it has 'link', 'alt'"),
         ("list.csv", b"url,captoin\nhttp://a.test/1,x\n", "did you mean 'captoin'?"),
         ("list.csv", b"url,caption\n", "found no row"),
-        ("list.csv", b"", "empty file"),
+        ("list.csv", b"", "found no row"),
         ("list.txt", b"\n\n", "found no row"),
         ("list.parquet", b"url,caption\n", "cannot be read as its ending says"),
         ("list.csv.gz", b"url,caption\n", "cannot be read as its ending says"),
@@ -465,7 +508,7 @@ def test_what_will_not_be_fetched_is_told_beforehand(tmp_path: Path, caplog: pyt
         ("list.csv", b"PK\x03\x04 and so on", "found a zip archive"),
         ("list.csv", b"PAR1 and so on", "found parquet"),
         ("list.jsonl.gz", gzip.compress(b'{"url": "x", "caption": "y"}')[:-9], "cannot be read as its ending says"),
-        ("list.csv", b"\xff\xfe", "empty file"),
+        ("list.csv", b"\xff\xfe", "found no row"),
         ("list.csv", b"\0" * 100, "has no column 'url'"),
         ("listing", b"url,caption\n", "expected a list ending in"),
     ],
