@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import io
 import logging
+import math
 import os
 import re
 import sys
@@ -21,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from core.errors import HardwareError, PairmillError
+from core.errors import ConfigError, HardwareError, PairmillError
 from core.runner import cores
 from core.storage import Folder
 
@@ -55,6 +56,10 @@ class Check:
 
 def run(config: DoctorConfig) -> dict[str, Any]:
     """All checks, {checks: [{name, state, found, do}], exit_code}; the exit code is not 0 where something is wrong."""
+    if not 0 <= config.seconds < math.inf or config.disk_mb < 0:
+        raise ConfigError(
+            f"expected --seconds and --disk-mb of at least 0, found {config.seconds} and {config.disk_mb}"
+        )
     checks: tuple[tuple[str, Callable[[], Check]], ...] = (
         ("python", python),
         ("torch", torch_build),

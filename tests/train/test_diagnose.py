@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,9 @@ def test_a_fix_that_cannot_be_tried(tmp_path: Path) -> None:
 def test_nothing_to_diagnose(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="pairmill shard"):
         diagnose.run(DiagnoseConfig(work=str(tmp_path)))
-    with pytest.raises(ConfigError, match=r"0\.1 for 10 %"):
-        diagnose.run(DiagnoseConfig(work=str(tmp_path), budget=10.0))
+    for wrong in ({"budget": 10.0}, {"budget": math.nan}, {"seconds": math.nan}, {"seconds": math.inf}):
+        with pytest.raises(ConfigError, match=r"0\.1 for 10 %"):
+            diagnose.run(DiagnoseConfig(work=str(tmp_path), **wrong))
 
 
 # ---------------------------------------------------------------- real trials

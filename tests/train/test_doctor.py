@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from core.errors import HardwareError
+from core.errors import ConfigError, HardwareError
 from train import doctor
 from train.config import DoctorConfig
 from train.doctor import Check
@@ -34,6 +35,12 @@ def test_the_loss_agrees_on_real_ranks(summary: dict) -> None:
     found = next(check for check in summary["checks"] if check["name"] == "loss on ranks")
     assert found["state"] == "ok"
     assert float(found["found"].rsplit(" ", 1)[1]) < 1e-12
+
+
+def test_measuring_for_ever_or_not_at_all_is_refused() -> None:
+    for wrong in ({"seconds": math.nan}, {"seconds": math.inf}, {"seconds": -1.0}, {"disk_mb": -1}):
+        with pytest.raises(ConfigError, match="at least 0"):
+            doctor.run(DoctorConfig(**wrong))  # type: ignore[arg-type]
 
 
 def test_a_loss_that_is_off_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

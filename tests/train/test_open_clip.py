@@ -55,7 +55,7 @@ def assert_same(model: CLIP, pixels: torch.Tensor, tokens: torch.Tensor, theirs:
         assert float((ours[key] - value).abs().max()) <= TOLERANCE * float(value.abs().max()), key
 
 
-@pytest.mark.parametrize("name", ["ViT-B-32", "RN50", "RN50-quickgelu"])
+@pytest.mark.parametrize("name", ["ViT-B-32", "RN50-quickgelu"])
 def test_its_weights_in_our_towers(name: str, tmp_path: Path) -> None:
     pixels, tokens, given = inputs(tmp_path, 224)
     theirs = peer(name, given, str(tmp_path / "weights.pt"))
@@ -65,7 +65,7 @@ def test_its_weights_in_our_towers(name: str, tmp_path: Path) -> None:
     assert_same(model, pixels, tokens, theirs)
 
 
-@pytest.mark.parametrize("name", ["ViT-B-32", "RN50", "small-112", "small-rn-112"])
+@pytest.mark.parametrize("name", ["small-112", "small-rn-112"])
 def test_our_export_in_its_towers(name: str, tmp_path: Path) -> None:
     torch.manual_seed(5)
     model = CLIP(MODELS[name])
