@@ -183,9 +183,11 @@ def read_settings(folder: Folder) -> dict[str, Any]:
 
 
 def _check_settings(folder: Folder, name: str, recorded: dict[str, Any], config: StageConfig) -> None:
-    wanted = plain(config.fingerprint())
-    for key in sorted(set(recorded) | set(wanted)):
-        if recorded and key not in ("inputs", "version") and recorded.get(key) != wanted.get(key):
+    if not recorded:
+        return
+    wanted, made = plain(config.fingerprint()), {**config.defaults(), **recorded}
+    for key in sorted(set(made) | set(wanted)):
+        if key not in ("inputs", "version") and made.get(key) != wanted.get(key):
             raise WorkFolderError(
                 f"{folder} holds the {name} of other settings ({key} was {made.get(key)!r}, now {wanted.get(key)!r}); "
                 f"choose another folder with --work, or throw that {name} away with --fresh"

@@ -60,6 +60,18 @@ def test_other_settings_are_refused_naming_the_setting(tmp_path: Path) -> None:
     assert read_settings(Folder(tmp_path))["bake"]["flour"] == "oat"
 
 
+def test_a_folder_older_than_a_setting_was_made_with_its_default(tmp_path: Path) -> None:
+    config = BakeConfig(work=str(tmp_path))
+    bake(config)
+    saved = tmp_path / "pairmill.toml"
+    saved.write_text(saved.read_text().replace('flour = "rye"\n', ""))
+    assert "flour" not in read_settings(Folder(tmp_path))["bake"]
+    with pytest.raises(WorkFolderError, match="flour was 'rye', now 'oat'"):
+        bake(replace(config, flour="oat"))
+    assert bake(config) == "finished"
+    assert read_settings(Folder(tmp_path))["bake"]["flour"] == "rye"
+
+
 @pytest.mark.parametrize("change", ["fresh", "input"])
 def test_a_kill_while_old_results_are_thrown_away_leaves_nothing_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
