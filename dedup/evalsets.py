@@ -6,6 +6,7 @@ captions, URLs, pictures or hashes. What was read of it lies in `dedup/against/D
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -166,6 +167,8 @@ def read(folder: Folder, source: Source, *, workers: int, engine: str) -> Items:
         with opened(folder, f"{source.home}/{unit.id}.parquet") as file:
             tables.append(file.read())
     table = pa.concat_tables(tables).combine_chunks()
+    if all(table[name].null_count == len(table) for name in ("url", "caption", "sha256", "image_hash")):
+        raise InputError(f"--against {source.path}: expected pictures, captions or URLs to compare with, found none")
     signed, sets = signatures(table)
     return Items(source, table, Pairs(signed), sets)
 
@@ -256,8 +259,27 @@ def _of_row(row: Row, column: dict[str, str | None], hashes: list[str], number: 
     key = str(number) if value("key") is None else str(value("key"))
     body = value("image")
     body = body.get("bytes") if isinstance(body, dict) else body
-    picture = hashed(body) if isinstance(body, bytes) else {name: row[name] for name in hashes}
+    picture = hashed(body) if isinstance(body, bytes) else {name: _as_stored(name, row[name]) for name in hashes}
+    if picture.get("image_hash") and not picture.get("image_hash_mirrored"):
+        picture["image_hash_mirrored"] = picture["image_hash"]  # then mirrored copies are not found, and all others are
     texts = value("caption")
     texts = [t for t in texts if isinstance(t, str)] if isinstance(texts, list) else [texts] if texts else []
     url = value("url")
     yield from _rows(key, None if url is None else str(url), [str(t) for t in texts], picture)
+
+
+def _as_stored(name: str, value: object) -> Any:
+    """A hash of a table, which may write it in hexadecimal, as `ROWS` holds it.
+
+    Raises:
+        InputError: it is none.
+    """
+    text = name == "sha256"
+    if value is None or (isinstance(value, str) if text else isinstance(value, bytes) and len(value) == 32):
+        return value
+    with contextlib.suppress(TypeError, ValueError, AttributeError):
+        if text:
+            return value.hex()  # type: ignore[attr-defined]
+        if len(found := bytes.fromhex(value)) == 32:  # type: ignore[arg-type]
+            return found
+    raise InputError(f"--against: expected 32 bytes in the column {name}, found {value!r:.80}")

@@ -58,7 +58,7 @@ class Verdicts:
 
 
 def judge(connection: duckdb.DuckDBPyConnection, config: DedupConfig) -> Verdicts | None:
-    """Evaluate every condition of `config` over the fetched pairs, or None where there is no condition.
+    """Evaluate every condition of `config` over the fetched pairs, or None where there is no condition that applies.
 
     Raises:
         UsageError: a condition that DuckDB does not accept, in DuckDB's words.
@@ -67,10 +67,10 @@ def judge(connection: duckdb.DuckDBPyConnection, config: DedupConfig) -> Verdict
     rules = [Rule("where", config.where)] if config.where else []
     for name in config.preset:
         rules += load_preset(name)
+    known = catalog.columns(connection, "pairs") if rules or config.holdout else []
+    rules = [rule for rule in rules if rule.needs is None or rule.needs in known]
     if not rules and not config.holdout:
         return None
-    known = catalog.columns(connection, "pairs")
-    rules = [rule for rule in rules if rule.needs is None or rule.needs in known]
     conditions = [*rules, Rule("holdout", config.holdout)] if config.holdout else rules
     for condition in conditions:
         _check(connection, condition, known)
@@ -83,21 +83,42 @@ def judge(connection: duckdb.DuckDBPyConnection, config: DedupConfig) -> Verdict
 
 
 def _answers(connection: duckdb.DuckDBPyConnection, conditions: list[Rule]) -> list[Any]:
-    """A masked array a condition, in their order; masked where SQL says NULL."""
+    """A masked array a condition, in their order; masked where SQL says NULL.
+
+    Raises:
+        UsageError: a condition cannot be evaluated on a pair, or makes several rows of one.
+    """
+    import duckdb
+
     chosen = ", ".join(f"CAST(({c.predicate}\n) AS BOOLEAN) AS c{i}" for i, c in enumerate(conditions))
     sql = f"""SELECT {", ".join(f"c{i}" for i in range(len(conditions)))} FROM (
         SELECT uid, unit, "row", {chosen} FROM pairs WHERE outcome = 'ok') ORDER BY uid, unit, "row" """
-    found = catalog.query(connection, sql).fetchnumpy()
+    try:
+        found = connection.execute(sql).fetchnumpy()
+    except (duckdb.OutOfMemoryException, duckdb.IOException):
+        raise  # of this machine and the files
+    except duckdb.Error as error:
+        for condition in conditions:
+            _check(connection, condition, [], "")
+        raise UsageError(f"the conditions cannot be evaluated; DuckDB says: {catalog.says(error)}") from error
+    count = connection.execute("SELECT count(*) FROM pairs WHERE outcome = 'ok'").fetchall()[0][0]
+    if any(len(answer) != count for answer in found.values()):
+        raise UsageError(
+            "expected conditions that say one thing of each pair, found one with several rows for one (unnest)"
+        )
     return [np.ma.asarray(found[f"c{i}"]) for i in range(len(conditions))]
 
 
-def _check(connection: duckdb.DuckDBPyConnection, condition: Rule, known: list[str]) -> None:
-    """Let DuckDB bind one condition alone, so that its complaint can be put down to it."""
+def _check(connection: duckdb.DuckDBPyConnection, condition: Rule, known: list[str], how: str = "EXPLAIN") -> None:
+    """Let DuckDB bind one condition alone (or evaluate it, where `how` is empty), to put its complaint down to it."""
     import duckdb
 
     where = f"the preset's rule {condition.reason}" if ":" in condition.reason else f"--{condition.reason}"
     try:
-        connection.execute(f"EXPLAIN SELECT CAST((\n{condition.predicate}\n) AS BOOLEAN) FROM pairs").fetchall()
+        connection.execute(
+            f"{how} SELECT count(c) FROM (SELECT uid, CAST((\n{condition.predicate}\n) AS BOOLEAN) AS c FROM pairs "
+            "WHERE outcome = 'ok')"
+        ).fetchall()
     except duckdb.Error as error:
         missing = _MISSING.search(str(error))
         if missing and ":" in condition.reason:

@@ -262,7 +262,7 @@ def _largest(
     top = np.argsort(-count, kind="stable")[:LARGEST]
     top = top[count[top] > 1]
     uids = pairs.table["uid"].take(pa.array(top)).to_pylist()
-    source = catalog.literal(folder, f"{parts}/*.parquet")
+    source = catalog.literal(folder, f"{parts}/[!.]*.parquet")
     texts = f"SELECT uid, min(caption) FROM read_parquet({source}, union_by_name=true)"
     text = dict(connection.execute(f"{texts} WHERE uid IN (SELECT unnest(?)) GROUP BY uid", [uids]).fetchall())
     return [{"pairs": int(count[t]), "caption": text.get(u), "uid": u} for t, u in zip(top, uids, strict=True)]

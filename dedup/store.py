@@ -51,7 +51,7 @@ def load_pairs(connection: duckdb.DuckDBPyConnection, folder: Folder, of: str) -
 
 
 def _sorted_pairs(connection: duckdb.DuckDBPyConnection, folder: Folder) -> pa.Table:
-    source = catalog.literal(folder, "dedup/signatures/*.parquet")
+    source = catalog.literal(folder, "dedup/signatures/[!.]*.parquet")
     sql = f"""SELECT * FROM read_parquet({source}) ORDER BY uid, unit, "row" """
     table: Any = connection.sql(sql).to_arrow_table()
     uid = table["uid"].combine_chunks()

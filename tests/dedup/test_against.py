@@ -162,15 +162,37 @@ def test_a_set_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "words.parquet").write_bytes(b"PAR1 no")
     pq.write_table(pa.table({"label": [1]}), tmp_path / "labels.parquet")
+    (tmp_path / "none.csv").write_text("caption\n")
+    pq.write_table(pa.table({"image": ["a path"], "caption": [None]}), tmp_path / "nothing.parquet")
+    pq.write_table(pa.table({"image_hash": [b"ab"]}), tmp_path / "short.parquet")
+    pq.write_table(pa.table({"sha256": [3]}), tmp_path / "number.parquet")
     (tmp_path / "cut.tar").write_bytes(_tars(tmp_path).joinpath("00000.tar").read_bytes()[:9000])
     for name, error, words in (
         ("nowhere", InputError, "found none of them"), ("empty", InputError, "found none of them"),
         ("words.parquet", InputError, "cannot be read; DuckDB says"),
         ("labels.parquet", InputError, "expected a column caption, url, image or image_hash, found label"),
+        ("none.csv", InputError, "found none"), ("nothing.parquet", InputError, "found none"),
+        ("short.parquet", InputError, "expected 32 bytes in the column image_hash, found b'ab'"),
+        ("number.parquet", InputError, "expected 32 bytes in the column sha256, found 3"),
         ("cut.tar", DataError, "cut.tar"), ("nothing*.csv", InputError, "expected a file at"),
     ):  # fmt: skip
         with pytest.raises(error, match=words):
             decide(tmp_path / "work", against=(str(tmp_path / name),))
+
+
+@pytest.mark.parametrize("column", ["sha256", "image_hash"])
+def test_hashes_as_bytes_and_in_hexadecimal_are_the_same(tmp_path: Path, column: str) -> None:
+    rows = [{**row, **hashes_of(picture(i))} for i, row in enumerate(_rows())]
+    write_parts(tmp_path / "work", rows)
+    values = [row[column] for row in rows[:2]]
+    as_bytes = [bytes.fromhex(v) if isinstance(v, str) else v for v in values]
+    pq.write_table(pa.table({column: as_bytes}), tmp_path / "bytes.parquet")
+    pq.write_table(pa.table({column: [v.hex() for v in as_bytes]}), tmp_path / "hex.parquet")
+    found = []
+    for name in ("bytes", "hex"):
+        summary = decide(tmp_path / "work", against=(str(tmp_path / f"{name}.parquet"),))
+        found.append((kept(tmp_path / "work"), summary["against"][0]["matched"]))
+    assert found[0] == found[1] and found[0][1] >= 2
 
 
 def test_recall_of_near_captions_and_pictures_of_a_larger_set(tmp_path: Path) -> None:

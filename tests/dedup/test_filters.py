@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,36 @@ def test_the_summary_is_a_table_with_every_rule(tmp_path: Path) -> None:
         console.print(render(decide(tmp_path, preset=("laion",), dry_run=True)))
     text = capture.get()
     assert "1 of 3 pairs stay" in text and "laion:characters" in text and "Expected recall" in text
+
+
+@pytest.mark.parametrize(
+    ("condition", "words"),
+    [
+        ("CAST(caption AS INTEGER) > 3", "Could not convert string"),
+        ("caption", "Could not convert string"),
+        ("length(caption)::TINYINT > 3", "out of range"),
+        ("count(*) > 1", "GROUP BY"),
+        ("error('no')", "no"),
+        ("regexp_matches(caption, '(')", "missing"),
+        ("unnest([true, false])", "several rows for one"),
+    ],
+)
+@pytest.mark.parametrize("setting", ["where", "holdout", "preset"])
+def test_a_condition_that_cannot_be_evaluated_is_one_sentence(
+    tmp_path: Path, setting: str, condition: str, words: str
+) -> None:
+    write_parts(tmp_path, [_row("a", "long words " * 30), _row("b")])
+    rules = tmp_path / "mine.sql"
+    rules.write_text(f"-- rule fine: wide\nwidth > 3;\n-- rule odd: odd\n{condition};")
+    given = (str(rules),) if setting == "preset" else condition
+    with pytest.raises(UsageError, match=re.escape(words)) as failed:
+        decide(tmp_path, **{setting: given})
+    assert "\n" not in str(failed.value) and "FROM pairs" not in str(failed.value)
+    assert "unnest" in condition or {"preset": "mine:odd"}.get(setting, f"--{setting}") in str(failed.value)
+
+
+def test_a_preset_of_which_nothing_applies_drops_nothing(tmp_path: Path) -> None:
+    write_parts(tmp_path, [_row("a")])
+    rules = tmp_path / "mine.sql"
+    rules.write_text("-- rule score (if score): a good one\nscore > 3;")
+    assert decide(tmp_path, preset=(str(rules),))["kept"] == 1

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from core.errors import ConfigError, DataError, InputError, UsageError, WorkFolderError
+from core.storage import TEMPORARY
 from core.work import locked
 from dedup.config import DedupConfig
 from dedup.keep import run
@@ -279,3 +280,11 @@ def test_ray_decides_the_same(tmp_path: Path) -> None:
         write_parts(tmp_path / engine, _rows(120), sizes=[50, 50])
         run(DedupConfig(work=str(tmp_path / engine), engine=engine, workers=2, policy="either"))
     assert decisions(tmp_path / "local") == decisions(tmp_path / "ray")
+
+
+def test_what_others_are_still_writing_is_not_read(tmp_path: Path) -> None:
+    write_parts(tmp_path, _rows(40), [20])
+    for home in ("dedup/signatures", "ingest/parts"):
+        (tmp_path / home).mkdir(parents=True, exist_ok=True)
+        (tmp_path / home / f"{TEMPORARY}elsewhere-1-u000000.parquet").write_bytes(b"half a file")
+    assert decide(tmp_path)["pairs"] == 40
