@@ -75,6 +75,10 @@ def commands() -> str:
     import cli
 
     lines = ["# Commands", "", "Written from the command line itself; `pairmill VERB --help` says the same.", ""]
+    lines += [
+        f"{knobs()} settings in all: those common to stages once, the others for each verb that declares them.",
+        "",
+    ]
     for command in cli.app.registered_commands:
         assert command.callback is not None
         parameters = inspect.signature(command.callback, eval_str=True).parameters.values()
@@ -83,6 +87,16 @@ def commands() -> str:
         lines += [f"## {verb}", "", "    " + " ".join(["pairmill", verb, *arguments, "[OPTIONS]"]), ""]
         lines += [*_prose(inspect.getdoc(command.callback) or ""), "", *_table(parameters), ""]
     return "\n".join(lines)
+
+
+def knobs() -> int:
+    """How many settings there are: fields of config dataclasses, each counted in the class that declares it."""
+    import cli
+    from demo.config import DemoConfig
+
+    configs: list[type] = [DemoConfig, *(config for config, _ in (cli.STAGES | cli.TOOLS).values())]
+    classes: set[type] = {klass for config in configs for klass in config.__mro__ if klass is not object}
+    return sum(_declares(klass, name) for klass in classes for name in inspect.get_annotations(klass))
 
 
 def recipes() -> str:
@@ -150,6 +164,11 @@ REFERENCE: dict[str, Callable[[], str]] = {
     "presets": presets,
     "errors": errors,
 }
+
+
+def _declares(klass: type, name: str) -> bool:
+    """Whether the setting is new in `klass`, rather than one of its base with another default."""
+    return not any(name in inspect.get_annotations(base) for base in klass.__mro__[1:])
 
 
 def _prose(docstring: str) -> Iterator[str]:
