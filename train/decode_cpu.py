@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from random import Random
 from typing import NamedTuple, Protocol
 
@@ -107,11 +107,12 @@ def render(picture: Picture, size: int) -> Tensor:
 
 
 class CpuDecoder:
-    """Decodes batches on a pool of threads."""
+    """Decodes batches on a pool of threads, which neither `close` nor the end of the process waits for: one that hangs in a
+    picture must not hold up the run that found out."""
 
     def __init__(self, size: int, threads: int) -> None:
         self.size, self.threads = size, max(1, threads)
-        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="decode")
+        self._pool = ThreadPool(self.threads)
 
     def decode(self, pictures: Sequence[Picture | None]) -> tuple[Tensor, dict[int, str]]:
         pixels_BCSS = torch.full((len(pictures), self.size, self.size, 3), GREY, dtype=torch.uint8).permute(0, 3, 1, 2)
@@ -129,8 +130,9 @@ class CpuDecoder:
 
         # a few pictures a task: handing one over costs as much as a twentieth of its decoding
         step = max(1, len(pictures) // (TASKS * self.threads))
-        list(self._pool.map(work, (range(i, min(i + step, len(pictures))) for i in range(0, len(pictures), step))))
+        tasks = [range(i, min(i + step, len(pictures))) for i in range(0, len(pictures), step)]
+        self._pool.map(work, tasks, chunksize=1)
         return pixels_BCSS, dict(sorted(reasons.items()))
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.terminate()

@@ -74,8 +74,8 @@ class DaliDecoder:
         except RuntimeError:  # something that libjpeg-turbo reads and DALI does not: slower, but nothing is lost
             self._rebuild()
             self._spare = self._spare or CpuDecoder(self.size, self.threads)
-            pixels, _ = self._spare.decode([None if i in reasons else p for i, p in enumerate(pictures)])
-            return pixels.to(self.device), reasons
+            pixels, undecoded = self._spare.decode([None if i in reasons else p for i, p in enumerate(pictures)])
+            return pixels.to(self.device), reasons | undecoded
 
     def close(self) -> None:
         if self._spare is not None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -144,3 +147,24 @@ def test_windows_and_mirrors_are_a_function_of_the_draw() -> None:
 def test_middle_view_is_the_largest_square_in_the_middle() -> None:
     assert middle_view(100, 60) == View(20, 0, 60, 60)
     assert middle_view(60, 101) == View(0, 20, 60, 60)
+
+
+STUCK = """
+import threading
+from train import decode_cpu
+begun = threading.Event()
+def render(*_):
+    begun.set()
+    threading.Event().wait()
+decode_cpu.render = render
+decoder = decode_cpu.CpuDecoder(8, 1)
+picture = decode_cpu.Picture(b"", None, decode_cpu.middle_view(8, 8))
+threading.Thread(target=decoder.decode, args=([picture],), daemon=True).start()
+begun.wait()
+decoder.close()
+"""
+
+
+def test_a_picture_that_hangs_its_thread_holds_up_neither_close_nor_the_end_of_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK], cwd=Path(__file__).parents[2], timeout=100)
+    assert done.returncode == 0
