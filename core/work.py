@@ -134,9 +134,21 @@ def open_stage(
             hold.become_only()
             _throw_away(folder, home, keep)
         _record_settings(folder, name, config, inputs)
-        marker = f"{home}/done.json"
-        finished = json.loads(folder.read(marker)) if folder.exists(marker) else None
-        yield Stage(folder, name, home, finished, part, hold, inputs)
+        yield Stage(folder, name, home, _finished(folder, f"{home}/done.json"), part, hold, inputs)
+
+
+def _finished(folder: Folder, marker: str) -> dict[str, Any] | None:
+    """The summary of a finished stage; None for one that is not, or whose mark is damaged, so that it is closed again."""
+    if not folder.exists(marker):
+        return None
+    try:
+        found = json.loads(folder.read(marker))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        log.warning("%s is damaged, so the stage is closed again", folder.path(marker))
+        return None
+    return found
 
 
 def _await_set_up(folder: Folder, home: str, part: Part, inputs: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core import catalog
-from core.errors import WorkFolderError
+from core.errors import DataError, WorkFolderError
 from core.schema import RETRYABLE, Outcome, pair_schema
 from core.storage import Folder
 from core.work import Stage
@@ -116,10 +116,23 @@ def read_part(folder: Folder, unit: str) -> pa.Table:
         return pq.read_table(file, use_threads=False)
 
 
-def member_name(folder: Folder, tar: str, offset: int) -> str:
-    """Name of the member whose data begins at `offset`."""
-    header = folder.read_range(tar, offset - tarfile.BLOCKSIZE, 100)
-    return header.split(b"\0")[0].decode()
+def read_member(folder: Folder, tar: str, offset: int, size: int) -> tuple[str, bytes]:
+    """Name and bytes of the member whose `size` bytes begin at `offset`.
+
+    Raises:
+        DataError: there is no such member, because the tar is damaged.
+    """
+    block = folder.read_range(tar, offset - tarfile.BLOCKSIZE, tarfile.BLOCKSIZE + size)
+    try:
+        info = tarfile.TarInfo.frombuf(block[: tarfile.BLOCKSIZE], "utf-8", "strict")
+    except (tarfile.HeaderError, UnicodeDecodeError):
+        info = tarfile.TarInfo()
+    if info.size != size or len(block) != tarfile.BLOCKSIZE + size:
+        raise DataError(
+            f"{folder.path(tar)} is damaged: no picture of {size:,} bytes at byte {offset:,}; restore it, or delete it and run "
+            "the same command again, which fetches its rows anew"
+        )
+    return info.name, block[tarfile.BLOCKSIZE :]
 
 
 def retryable_units(folder: Folder) -> frozenset[str]:

@@ -193,8 +193,6 @@ def _keep_pictures(unit: Unit) -> None:
             continue
         offset = row["tar_offset"]
         if offset not in kept:
-            data = unit.folder.read_range(row["tar"], offset, row["tar_size"])
-            kept[offset] = staging.Member(
-                staging.member_name(unit.folder, row["tar"], offset), *unit.journal.add(_KEPT, data)
-            )
+            name, data = staging.read_member(unit.folder, row["tar"], offset, row["tar_size"])
+            kept[offset] = staging.Member(name, *unit.journal.add(_KEPT, data))
         unit._stored[place] = kept[offset]

@@ -7,6 +7,7 @@ picture with several captions is fetched once; units are taken by a hash of the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import tempfile
@@ -14,13 +15,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from core.errors import InputError
+from core.errors import DataError, InputError
 from core.storage import Folder, expand
 from ingest import listfiles
 
 if TYPE_CHECKING:
     import duckdb
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
     from ingest.config import IngestConfig
 
@@ -94,18 +96,29 @@ def _account(connection: duckdb.DuckDBPyConnection, *, captions: bool) -> list[s
 
 def plan_rows(folder: Folder) -> list[int]:
     """Rows of each unit of the plan, in order."""
-    import pyarrow.parquet as pq
-
-    with folder.open(PLAN) as file, pq.ParquetFile(file) as plan:
+    with _plan(folder) as plan:
         return [plan.metadata.row_group(i).num_rows for i in range(plan.num_row_groups)]
 
 
 def read_unit(folder: Folder, number: int) -> pa.Table:
     """Rows of one unit of the plan, in the list's order."""
+    with _plan(folder) as plan:
+        return plan.read_row_group(number, use_threads=False)
+
+
+@contextlib.contextmanager
+def _plan(folder: Folder) -> Iterator[pq.ParquetFile]:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with folder.open(PLAN) as file, pq.ParquetFile(file) as plan:
-        return plan.read_row_group(number, use_threads=False)
+    try:
+        with folder.open(PLAN) as file, pq.ParquetFile(file) as plan:
+            yield plan
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"{folder.path(PLAN)} cannot be read ({' '.join(str(error).split())[:200]}); where it is damaged, restore it, or "
+            "delete it and run the same command again"
+        ) from error
 
 
 def has_captions(schema: pa.Schema) -> bool:

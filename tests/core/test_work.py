@@ -49,6 +49,15 @@ def test_finished_work_is_not_done_again_until_its_input_changes(tmp_path: Path)
     assert Folder(config.work).exists("bread/loaf"), "refusing takes nothing away"
 
 
+@pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b"\xff\xfe", b'{"loaves": 1'], ids=str)
+def test_a_damaged_mark_marks_nothing(tmp_path: Path, damaged: bytes) -> None:
+    config = BakeConfig(work=str(tmp_path))
+    bake(config)
+    (tmp_path / "bread/done.json").write_bytes(damaged)
+    assert bake(config) == "baked"
+    assert bake(config) == "finished"
+
+
 def test_other_settings_are_refused_naming_the_setting(tmp_path: Path) -> None:
     config = BakeConfig(work=str(tmp_path))
     bake(config)

@@ -338,6 +338,44 @@ def test_retry_failed_mends_what_may_mend_and_leaves_the_rest(tmp_path: Path, se
     assert not (tmp_path / "work/ingest/parts/u000000.tar").exists()
 
 
+@pytest.mark.parametrize("damage", ["cut", "cut in a header", "overwritten"])
+def test_a_damaged_tar_is_never_carried_over_by_a_retry(tmp_path: Path, server: Server, damage: str) -> None:
+    rows = [(server.url(f"/pic/{i}.jpg"), f"picture {i}") for i in range(3)] + [
+        (server.url("/fault/until_well"), "later")
+    ]
+    urls = write_list(tmp_path / "list.parquet", rows)
+    assert run(tmp_path, urls, retries=0, size=NO_RESIZE)["ok"] == 3
+    server.well.set()
+    tar = tmp_path / "work/ingest/parts/u000000.tar"
+    before = parts(tmp_path / "work").to_pylist()
+    offset = max(row["tar_offset"] for row in before if row["tar"])
+    data = tar.read_bytes()
+    wrong = {"cut": data[: offset + 9], "cut in a header": data[: offset - 500], "overwritten": b"\xff" * len(data)}
+    tar.write_bytes(wrong[damage])
+    with pytest.raises(DataError, match=r"u000000\.tar is damaged.*delete it and run the same command again"):
+        run(tmp_path, urls, retries=0, size=NO_RESIZE, retry_failed=True)
+    assert parts(tmp_path / "work").to_pylist() == before
+    tar.unlink()
+    assert run(tmp_path, urls, retries=0, size=NO_RESIZE, retry_failed=True)["ok"] == 4
+    for row in parts(tmp_path / "work").to_pylist():
+        assert staged(tmp_path / "work", row) == (picture(3) if row["caption"] == "later" else picture(row["row"]))
+
+
+def test_a_damaged_plan_is_one_sentence(tmp_path: Path, server: Server) -> None:
+    urls = write_list(tmp_path / "list.parquet", [(server.url(f"/pic/{i}.jpg"), f"picture {i}") for i in range(12)])
+    run(tmp_path, urls, unit_urls=4, size=NO_RESIZE)
+    plan = tmp_path / "work/ingest/plan.parquet"
+    whole = plan.read_bytes()
+    middle = whole[:100] + bytes(200) + whole[300:]
+    for damaged in (b"", whole[:-50], middle):
+        (tmp_path / "work/ingest/parts/u000000.parquet").unlink(missing_ok=True)
+        plan.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"plan\.parquet cannot be read.*delete it and run the same command again"):
+            run(tmp_path, urls, unit_urls=4, size=NO_RESIZE)
+    plan.unlink()
+    assert run(tmp_path, urls, unit_urls=4, size=NO_RESIZE)["ok"] == 12
+
+
 def outputs(work: Path) -> tuple[dict[str, bytes], pa.Table]:
     tars = {path.name: path.read_bytes() for path in (work / "ingest/parts").glob("*.tar")}
     return tars, parts(work).drop_columns(PASSING)
