@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 BATCH = 20_000
 HEAD = 1 << 16  # bytes of a picture in which its size is looked for, where the JSON beside it does not say it
+SAMPLES = {"shard", "captions", "jpg_size", "width", "height", "uids"}  # what the page reads
 COLUMNS = {
     "uid": "VARCHAR", "url": "VARCHAR", "caption": "VARCHAR", "outcome": "VARCHAR", "bytes": "BIGINT", "format": "VARCHAR",
     "width": "INTEGER", "height": "INTEGER", "tar": "VARCHAR", "tar_offset": "BIGINT", "tar_size": "BIGINT",
@@ -31,6 +32,11 @@ def make_views(connection: duckdb.DuckDBPyConnection, folder: Folder) -> None:
     """
     if folder.exists("samples.parquet"):
         _over(connection, "VIEW samples", folder, "samples.parquet")
+        known = set(catalog.columns(connection, "samples"))
+        if missing := sorted(SAMPLES - known):
+            raise InputError(
+                f"expected samples.parquet of {folder} as `pairmill shard` writes it, found it without {', '.join(missing)}"
+            )
         return
     tars = folder.list("*.tar")
     if folder.list("*.parquet"):

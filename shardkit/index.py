@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from core.errors import DataError, InputError
@@ -110,7 +110,16 @@ def read_shard_list(folder: Folder) -> ShardList:
         )
     try:
         found = json.loads(folder.read(SHARDS))
-        shards = [Shard(**shard) for shard in found["shards"]]
+        shards = [_listed(shard) for shard in found["shards"]]
         return ShardList(shards, found.get("made_with", {}), found.get("lanes", []), found.get("samples_sha256", ""))
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"expected the list of shards in {folder.path(SHARDS)}, found {error}") from error
+
+
+def _listed(entry: dict[str, Any]) -> Shard:
+    shard = Shard(**entry)
+    for one in fields(Shard):
+        value = getattr(shard, one.name)
+        if type(value).__name__ != one.type or (isinstance(value, int) and value < 0):
+            raise ValueError(f"a shard whose {one.name} is {value!r}")
+    return shard

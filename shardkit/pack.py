@@ -7,6 +7,7 @@ Several sizes are written in one pass: a unit then makes the same shard of every
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -97,9 +98,9 @@ def find_homes(folder: Folder) -> list[str]:
     """Every set of shards that this stage has made in a work folder, also one whose list of shards has been lost."""
     made = {home for home in ("shards", *_beside(folder)) if folder.exists(f"{home}/{SHARDS}")}
     if folder.exists("shards/done.json"):
-        made |= {
-            home for home, figures in sets(json.loads(folder.read("shards/done.json"))).items() if figures["samples"]
-        }
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # of a damaged mark, which names none
+            summary = json.loads(folder.read("shards/done.json"))
+            made |= {home for home, figures in sets(summary).items() if figures["samples"]}
     return sorted(made, key=lambda home: (not home.startswith("shards"), home))
 
 

@@ -116,6 +116,12 @@ def test_what_img2dataset_wrote(tmp_path: Path) -> None:
     assert page["histograms"]["width"]["max"] == 640
 
 
+def test_a_table_of_samples_that_is_not_ours_is_a_sentence(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1], "width": [2]}), tmp_path / "samples.parquet")
+    with pytest.raises(InputError, match="without captions, height"):
+        audit.run(AuditConfig(folder=str(tmp_path)))
+
+
 def test_nothing_to_look_at(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="pairmill ingest"):
         page_of(tmp_path)

@@ -50,3 +50,18 @@ def test_the_list_of_shards_goes_there_and_back(tmp_path: Path) -> None:
     folder.write("shards.json", b'{"shards": [{"name": 1}]}')
     with pytest.raises(DataError, match="expected the list of shards"):
         read_shard_list(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[]", "{}", '{"shards": 3}', '{"shards": [3]}', '{"shards": [{"name": "a.tar"}]}',
+        '{"shards": [{"name": 5, "samples": 1, "bytes": 2}]}', '{"shards": [{"name": "a", "samples": "1", "bytes": 2}]}',
+        '{"shards": [{"name": "a", "samples": 1, "bytes": -2}]}', '{"shards": [{"name": "a", "samples": true, "bytes": 2}]}',
+        '{"shards": [{"name": "a", "samples": 1, "bytes": 2, "sha256": null}]}',
+    ],
+)  # fmt: skip
+def test_a_damaged_list_of_shards_is_a_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "shards.json").write_text(text)
+    with pytest.raises(DataError, match=r"expected the list of shards in .*shards\.json"):
+        read_shard_list(Folder(tmp_path))
