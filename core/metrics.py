@@ -59,13 +59,15 @@ class Jsonl:
             ) from error
 
     def rows(self) -> list[dict[str, Any]]:
-        """All whole rows; a last line cut short by a kill is left out."""
+        """All whole rows; a last line cut short by a kill is left out, and what a crashed disk made of others."""
         if not self.path.exists():
             return []
         rows = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(json.JSONDecodeError):
-                rows.append(json.loads(line))
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    rows.append(row)
         return rows
 
     def keep(self, wanted: Any) -> None:

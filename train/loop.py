@@ -368,7 +368,7 @@ def _forget_after(home: Path, start: int) -> None:
     for name in ("metrics.jsonl", "eval.jsonl", "quarantine.jsonl", "skipped.jsonl"):
         # quarantine rows carry the number of the step they were met in, the others the number of steps done
         last = start - 1 if name == "quarantine.jsonl" else start
-        Jsonl(home / name).keep(lambda row, last=last: row["step"] <= last)
+        Jsonl(home / name).keep(lambda row, last=last: row.get("step", math.inf) <= last)
 
 
 def _seed(seed: int, step: int, rank: int) -> None:

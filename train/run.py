@@ -230,8 +230,13 @@ def checkpoints_of(config: TrainConfig, home: Path) -> str:
 
 
 def read_done(home: Path) -> dict[str, Any] | None:
-    """The summary of a finished run."""
-    return json.loads((home / DONE).read_text()) if (home / DONE).exists() else None
+    """The summary of a finished run; none where it is damaged, and the run's last checkpoint then makes it anew."""
+    try:
+        found = json.loads((home / DONE).read_text()) if (home / DONE).exists() else None
+    except ValueError:
+        log.warning("%s is damaged; it is made anew", home / DONE)
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _same_data(config: TrainConfig, home: Path, finished: dict[str, Any]) -> dict[str, Any]:

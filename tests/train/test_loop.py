@@ -177,6 +177,14 @@ def test_killed_in_its_last_evaluation_a_run_still_says_how_fast_it_was(
     assert all(summary[key] == last[key] for key in ("pairs_per_s", "wait_share", "mfu"))
 
 
+def test_damaged_records_of_a_finished_run_cost_no_weights(work: Path, undisturbed: dict[str, Any]) -> None:
+    fork(work, "undisturbed", "crashed", 12)
+    (home(work, "crashed") / "done.json").write_bytes(b"\0\0\0")
+    with (home(work, "crashed") / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\0\n3\n[]\n{}\n{" + b"\0" * 9)
+    assert run(settings(work, "crashed"))["loss"] == undisturbed["loss"]
+
+
 def test_micro_batches_do_not_change_the_course(work: Path) -> None:
     config = settings(work, "whole", steps=4, val="none")
     run(config)
