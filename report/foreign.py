@@ -32,8 +32,7 @@ def make_views(connection: duckdb.DuckDBPyConnection, folder: Folder) -> None:
     """
     if folder.exists("samples.parquet"):
         _over(connection, "VIEW samples", folder, "samples.parquet")
-        known = set(catalog.columns(connection, "samples"))
-        if missing := sorted(SAMPLES - known):
+        if missing := sorted(SAMPLES.difference(catalog.columns(connection, "samples"))):
             raise InputError(
                 f"expected samples.parquet of {folder} as `pairmill shard` writes it, found it without {', '.join(missing)}"
             )
