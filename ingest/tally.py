@@ -29,8 +29,8 @@ class Report:
     cpu_seconds: float = 0.0
 
     def add(self, other: Report) -> None:
-        self.outcomes += other.outcomes
-        self.failing_hosts += other.failing_hosts
+        self.outcomes.update(other.outcomes)
+        self.failing_hosts.update(other.failing_hosts)  # += would look through all hosts so far each time
         self.cpu_seconds += other.cpu_seconds
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from core.errors import DataError, InputError
+from core.errors import DataError, InputError, StorageError
 from core.storage import Folder, expand
 from ingest import listfiles
 
@@ -47,15 +47,14 @@ def write_plan(config: IngestConfig, folder: Folder) -> None:
 
     Raises:
         InputError: no file, an empty list, a missing column, or a file that is not what its name says.
+        StorageError: too little room for the plan, or for temporary files to sort the list in.
     """
     if folder.exists(PLAN):
         return
     import duckdb
 
     source = listfiles.open_list(expand(config.urls), config.url_col, config.caption_col)
-    with duckdb.connect() as connection:
-        connection.execute(f"SET memory_limit = '{MEMORY_GB}GB'")
-        connection.execute(f"SET temp_directory = '{tempfile.gettempdir()}/pairmill-duckdb'")
+    with _database() as connection:
         try:
             _load(connection, source, guess_types=True)
         except duckdb.ConversionException as error:
@@ -75,6 +74,26 @@ def write_plan(config: IngestConfig, folder: Folder) -> None:
         for words in _account(connection, captions=source.caption is not None and not config.allow_empty):
             log.warning("%s", words)
         _publish(connection, folder, units, {_CAPTIONS: b"yes" if source.caption else b"no"})
+
+
+@contextlib.contextmanager
+def _database() -> Iterator[duckdb.DuckDBPyConnection]:
+    """A database in memory, and in temporary files beyond `MEMORY_GB`."""
+    import duckdb
+
+    place = tempfile.gettempdir()
+    try:
+        with duckdb.connect() as connection:
+            connection.execute(f"SET memory_limit = '{MEMORY_GB}GB'")
+            connection.execute(f"SET temp_directory = '{place}/pairmill-duckdb'")
+            yield connection
+    except (duckdb.OutOfMemoryException, duckdb.IOException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # not DuckDB's words, which Arrow hands on under this name
+        raise StorageError(
+            f"the list fits neither into {MEMORY_GB:g} GB of memory nor into what is free in {place}; free some space there, or "
+            f"set TMPDIR to a folder on another disk (DuckDB says: {str(error).partition(chr(10))[0]})"
+        ) from error
 
 
 def _account(connection: duckdb.DuckDBPyConnection, *, captions: bool) -> list[str]:

@@ -8,6 +8,8 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from core.storage import Folder
 from ingest.config import IngestConfig
 from ingest.urllist import has_captions, plan_rows, read_unit, write_plan
 
+ROOT = Path(__file__).parents[2]
 REAL = os.environ.get("PAIRMILL_REAL_DATA", "")
 ROWS = [
     {"url": "http://a.test/1,2.jpg", "caption": 'He said "hi", twice', "score": 0.25, "split": "train"},
@@ -518,6 +521,42 @@ def test_bad_lists_get_one_sentence(tmp_path: Path, name: str, content: bytes, w
     with pytest.raises(InputError) as error:
         plan(tmp_path, tmp_path / name)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+SMALL_DISK = """
+mount -t tmpfs -o size=2m none "$1" || exit 77
+TMPDIR="$1" "$2" -c "$3"
+"""
+PLAN_IN_LITTLE_MEMORY = """
+from core.errors import StorageError
+from core.storage import Folder
+from ingest import urllist
+from ingest.config import IngestConfig
+
+urllist.MEMORY_GB = 0.05
+try:
+    urllist.write_plan(IngestConfig(urls="{list}", work="{work}"), Folder("{work}"))
+except StorageError as error:
+    print(error)
+"""
+
+
+def test_a_full_temporary_disk_is_one_sentence(tmp_path: Path) -> None:
+    urls = [f"http://a.test/{i * 7919 % 1_000_003}/{'x' * (i % 50)}" for i in range(300_000)]
+    pq.write_table(pa.table({"url": urls, "caption": urls}), tmp_path / "list.parquet")
+    (tmp_path / "disk").mkdir()
+    code = PLAN_IN_LITTLE_MEMORY.format(list=tmp_path / "list.parquet", work=tmp_path / "work")
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", SMALL_DISK, "sh", str(tmp_path / "disk")]
+    try:
+        done = subprocess.run(
+            [*command, sys.executable, code], cwd=ROOT, capture_output=True, text=True, check=False, timeout=200
+        )
+    except FileNotFoundError:
+        pytest.skip("there is no unshare program to make a small disk with")
+    if done.returncode == 77 or done.stderr.startswith("unshare"):
+        pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
+    assert "fits neither into 0.05 GB of memory nor" in done.stdout and "set TMPDIR" in done.stdout, done
+    assert not (tmp_path / "work/ingest/plan.parquet").exists()
 
 
 def test_a_list_that_is_not_there(tmp_path: Path) -> None:
