@@ -5,6 +5,7 @@
 #   make docs    build the documentation into build/site; open build/site/index.html
 #   make bench   every bench that needs no heavy peer
 #   make peers   side environments for the packages we are measured against, and the benches beside them (3 GB, network)
+#   make simd    compile pillow-simd in Pillow's place (needs the headers of libjpeg and zlib)
 #   make lock    renew requirements.lock from what is installed now
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 EXTRAS := dev,docs,dali,s3
 # Set PAIRMILL_REAL_DATA to the folder of the real data sets to run the tests marked realdata as well.
 
-.PHONY: setup demo test check docs bench peers lock clean flickr8k
+.PHONY: setup demo test check docs bench peers simd lock clean flickr8k
 
 setup: $(VENV)/.ready
 
@@ -49,6 +50,9 @@ peers: setup
 flickr8k: setup
 	@test -n "$(DATA)" || { echo "say where Flickr8k lies: make flickr8k DATA=/path/to/flickr8k"; exit 1; }
 	$(BIN)/python -m bench.flickr8k --data "$(DATA)"
+
+simd: setup
+	$(BIN)/pip install --quiet --force-reinstall --no-deps pillow-simd
 
 lock: setup
 	( echo "# Versions everything was tested with; renew with 'make lock'. Used as constraints by the Makefile."; \
