@@ -262,13 +262,14 @@ def _units(reader: pa.RecordBatchReader) -> Iterator[pa.Table]:
     held: list[pa.Table] = []
     current = None
     for batch in reader:
-        table = pa.Table.from_batches([batch])
-        for unit in pc.unique(table["unit"]).to_pylist():
-            if held and unit != current:
+        table, start = pa.Table.from_batches([batch]), 0
+        for run in pc.value_counts(batch["unit"]).to_pylist():  # sorted, so the rows of a unit are one run
+            if held and run["values"] != current:
                 yield pa.concat_tables(held).combine_chunks()
                 held = []
-            current = unit
-            held.append(table.filter(pc.equal(table["unit"], unit)))
+            current = run["values"]
+            held.append(table.slice(start, run["counts"]))
+            start += run["counts"]
     if held:
         yield pa.concat_tables(held).combine_chunks()
 
