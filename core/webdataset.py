@@ -23,7 +23,9 @@ PICTURES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif")
 TEXTS = ("txt", "text", "caption")
 CAPTION_KEYS = ("captions", "caption", "text", "TEXT", "alt")
 MOST_PIXELS = 2**31 - 1  # a side, as tables hold it
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # escaped, or as if it were UTF-8, which json lets through
+_SURROGATE = re.compile(
+    rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]"
+)  # escaped, or as if it were UTF-8, which json lets through
 
 
 @dataclass
