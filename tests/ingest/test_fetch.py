@@ -533,7 +533,7 @@ def test_two_workers_write_what_one_writes(tmp_path: Path, server: Server) -> No
     run(tmp_path / "one", urls, unit_urls=10, size=NO_RESIZE)
     arguments = settings(tmp_path / "two", urls, unit_urls=10, workers=2, size=NO_RESIZE)
     command = [sys.executable, "-W", "error", "-m", "tests.ingest.run_ingest", json.dumps(arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ok"] == 60
     one, two = outputs(tmp_path / "one/work"), outputs(tmp_path / "two/work")
