@@ -18,6 +18,7 @@ import typer
 
 from core.config import StageConfig, command, load_recipe
 from core.errors import PairmillError
+from core.redact import Formatter, redact
 from dedup.config import DedupConfig
 from demo.config import DemoConfig
 from ingest.config import AdoptConfig, IngestConfig
@@ -60,11 +61,13 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point: errors of pairmill's own become one sentence and an exit code, anything else keeps its traceback."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Formatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         app()
     except PairmillError as error:
-        print(f"pairmill: {error}", file=sys.stderr)
+        print(f"pairmill: {redact(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except SystemExit as done:
         if done.code == INTERRUPTED:

@@ -41,12 +41,12 @@ class SmallList:
         self.bodies = [_picture(number) for number in range(pictures)]
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Late, self))
         self.list = home / "list.parquet"
+        self.base = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> SmallList:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        base = f"http://127.0.0.1:{self._server.server_port}"
         table = {
-            "url": [f"{base}/{number}.jpg" for number in range(self.pictures)],
+            "url": [f"{self.base}/{number}.jpg" for number in range(self.pictures)],
             "caption": [caption(number) for number in range(self.pictures)],
         }
         self.home.mkdir(parents=True, exist_ok=True)
@@ -150,8 +150,10 @@ class _Late(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         time.sleep(self._small.latency)
-        body = self._small.bodies[int(self.path.strip("/").removesuffix(".jpg"))]
-        self.send_response(200)
+        name = self.path.strip("/").removesuffix(".jpg")
+        known = name.isdigit() and int(name) < len(self._small.bodies)
+        body = self._small.bodies[int(name)] if known else b""
+        self.send_response(200 if known else 404)
         self.send_header("Content-Type", "image/jpeg")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

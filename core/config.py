@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from core.errors import ConfigError, InputError, nearest
+from core.redact import redacted
 
 Config = TypeVar("Config", bound="StageConfig")
 
@@ -60,8 +61,8 @@ class StageConfig:
     """Throw this stage's earlier results away instead of continuing them."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """The settings that decide the results, by name."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if is_stable(f)}
+        """The settings that decide the results, by name, without passwords: they are kept in the work folder."""
+        return {f.name: redacted(getattr(self, f.name)) for f in dataclasses.fields(self) if is_stable(f)}
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:

@@ -58,11 +58,9 @@ class Folder:
         return f"{self.url}/{name}"
 
     def _remote(self, name: str) -> tuple[Any, str]:
-        import fsspec
-
         try:
             # a cached listing would hide what other processes write
-            return fsspec.core.url_to_fs(self.path(name), use_listings_cache=False)
+            return _open_store(self.path(name), use_listings_cache=False)
         except ImportError as error:
             raise StorageError(f"{self.url} needs a package that is not installed: {error}") from error
         except ValueError as error:
@@ -283,18 +281,25 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _open_store(url: str, **options: Any) -> tuple[Any, str]:
+    """fsspec's file system for a URL, and the path in it. Keys and endpoints come from the environment or the store's own
+    files (`AWS_...`, `~/.aws`, fsspec's `conf.json`), so that no setting of ours holds a secret. So do retries: botocore's
+    (AWS_MAX_ATTEMPTS, five) times s3fs's five, further and further apart, about 40 s for a store that says SlowDown."""
+    import fsspec
+
+    return fsspec.core.url_to_fs(url, **options)
+
+
 def expand(pattern: str) -> list[str]:
     """Files named by a path, a glob or an fsspec URL, sorted.
 
     Raises:
         InputError: nothing is there, or it cannot be reached.
     """
-    import fsspec
-
     if not pattern:
         raise InputError("expected a file, found an empty name")
     try:
-        fs, path = fsspec.core.url_to_fs(pattern)
+        fs, path = _open_store(pattern)
         # a name that is there is no pattern, whatever brackets it holds
         found = {path: fs.info(path)} if fs.exists(path) else fs.glob(path, detail=True)
     except Exception as error:  # every store has its own errors for missing packages, keys, names and networks

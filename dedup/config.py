@@ -7,6 +7,7 @@ from typing import Literal
 
 from core.config import UnitsConfig, setting
 from core.errors import ConfigError
+from core.redact import redacted
 
 MOST_BITS = 64  # image hashes are compared up to this distance, so that any radius below re-uses the comparisons
 
@@ -75,8 +76,8 @@ class DedupConfig(UnitsConfig):
     def decides(self) -> dict[str, object]:
         """The settings that another decision over the same signatures may change."""
         ignored = {"work", "workers", "engine", "fresh", "part", "memory_gb", "dry_run", "captions", "caption_col"}
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ignored}
-        return {**values, "preset": list(self.preset), "against": list(self.against)}
+        values = {f.name: redacted(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name not in ignored}
+        return {**values, "preset": list(self.preset), "against": list(redacted(self.against))}
 
     def check(self) -> None:
         """Raise ConfigError for a value outside its range or settings that contradict each other."""

@@ -26,6 +26,7 @@ from typing import Any
 from core import errors
 from core.config import build, plain
 from core.errors import ConfigError, PairmillError, RunError, WorkFolderError
+from core.redact import redacted
 from core.storage import Folder
 from core.work import locked, package_version
 from train import checkpoint
@@ -209,7 +210,7 @@ def _check_settings(config: TrainConfig, home: Path) -> None:
             f"{home} has its checkpoints in {before}, and there are none in {checkpoints_of(config, home)}; name the former "
             "with --checkpoints, or throw the run away with --fresh"
         )
-    everything = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    everything = {f.name: redacted(getattr(config, f.name)) for f in dataclasses.fields(config)}
     record = {"settings": wanted, "as_run": plain(everything), "version": package_version()}
     folder.write(SETTINGS, json.dumps(record, indent=1).encode())
 
