@@ -1,8 +1,9 @@
 """Run by the Python of the side environment that holds open_clip; writes what its models make of given inputs.
 
-    python open_clip_peer.py MODEL INPUTS.npz OUT.npz [WEIGHTS.pt]
+    python open_clip_peer.py MODEL INPUTS.npz OUT.npz WEIGHTS.pt [MODEL …]
 
-MODEL is a name of open_clip's, or `local-dir:FOLDER`. A named one gets random weights, which go to WEIGHTS.pt.
+MODEL is a name of open_clip's, or `local-dir:FOLDER`. A named one gets random weights, which go to WEIGHTS.pt
+(empty for the other kind). Several are done by one process, because importing open_clip takes longer than they do.
 INPUTS holds pixels (B, 3, S, S) float32, already normalised, and tokens (B, 77); OUT gets image and text, not normalised.
 """
 
@@ -15,7 +16,7 @@ import open_clip
 import torch
 
 
-def main(name: str, inputs: str, out: str, weights: str = "") -> None:
+def main(name: str, inputs: str, out: str, weights: str) -> None:
     torch.manual_seed(0)
     model = open_clip.create_model(name).eval()
     if weights:
@@ -34,4 +35,5 @@ def main(name: str, inputs: str, out: str, weights: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for at in range(1, len(sys.argv), 4):
+        main(*sys.argv[at : at + 4])
