@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from core.errors import DataError, InputError, UsageError, nearest
@@ -97,8 +97,21 @@ def says(error: Exception) -> str:
 
 def literal(folder: Folder, pattern: str) -> str:
     """The files `pattern` of `folder` as an SQL string: the folder's own name is no pattern, whatever it is made of."""
-    plain = re.sub(r"[*?\[]", lambda found: f"[{found[0]}]", folder.url)
-    return "'" + f"{plain}/{pattern}".replace("'", "''") + "'"
+    return _quoted(f"{_no_pattern(folder.url)}/{pattern}")
+
+
+def file_list(paths: Iterable[str]) -> str:
+    """These very files as an SQL list."""
+    return f"[{', '.join(_quoted(_no_pattern(path)) for path in paths)}]"
+
+
+def _quoted(text: str) -> str:
+    """`text` as an SQL string."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _no_pattern(path: str) -> str:
+    return re.sub(r"[*?\[]", lambda found: f"[{found[0]}]", path)
 
 
 def _present(folder: Folder, pattern: str) -> bool:

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 HOME = "dedup/captions"
 ROWS = 200_000  # a part: some seconds of work
 _READERS = {
-    "parquet": "read_parquet([{}])",
-    "csv": "read_csv([{}], header = true, all_varchar = true)",
-    "tsv": "read_csv([{}], header = true, all_varchar = true, delim = '\t', quote = '', escape = '')",
-    "jsonl": "read_json([{}], format = 'newline_delimited')",
-    "json": "read_json([{}])",
+    "parquet": "read_parquet({})",
+    "csv": "read_csv({}, header = true, all_varchar = true)",
+    "tsv": "read_csv({}, header = true, all_varchar = true, delim = '\t', quote = '', escape = '')",
+    "jsonl": "read_json({}, format = 'newline_delimited')",
+    "json": "read_json({})",
 }
 
 
@@ -106,7 +106,7 @@ def _source(pattern: str) -> str:
 
 def reader_of(files: list[str]) -> str:
     """The DuckDB function that reads tables of one kind."""
-    return _READERS[_kind(files[0])].format(", ".join("'" + f.replace("'", "''") + "'" for f in files))
+    return _READERS[_kind(files[0])].format(catalog.file_list(files))
 
 
 def _kind(path: str) -> str:

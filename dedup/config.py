@@ -98,6 +98,8 @@ class DedupConfig(UnitsConfig):
             )
         if self.workers < 0:
             raise ConfigError(f"--workers: expected 0 or more, found {self.workers}")
+        if self.dry_run and self.fresh:
+            raise ConfigError("expected --dry-run or --fresh, found both; a dry run throws no decisions away")
         if self.captions and (self.where or self.preset or self.holdout):
             raise ConfigError("--where, --preset and --holdout read the pairs of a work folder; leave out --captions")
         if self.captions and self.policy in ("image", "either"):

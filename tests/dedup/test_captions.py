@@ -284,3 +284,13 @@ def test_short_captions_match_only_the_same_words(tmp_path: Path, first: str, se
     write_parts(tmp_path, [pair("a", first, "http://x/a"), pair("b", second, "http://x/b")])
     decide(tmp_path, policy="text", max_images_per_caption=1)
     assert (len(kept(tmp_path)) == 1) is same
+
+
+@pytest.mark.parametrize("name", ["words?", "words*", "words[12]", "it's", "{a,b}"])
+def test_a_files_name_is_no_pattern(tmp_path: Path, name: str) -> None:
+    for other in ("words1", "wordsx", "a"):
+        (tmp_path / f"{other}.jsonl").write_text('{"caption": "another file"}\n' * 3)
+    (tmp_path / f"{name}.jsonl").write_text('{"caption": "one two three four five"}\n')
+    write_parts(tmp_path / "work", [pair("a", "one two three four five", "http://x/a")])
+    summary = decide(tmp_path / "work", against=(str(tmp_path / f"{name}.jsonl"),))
+    assert summary["against"][0]["items"] == summary["against"][0]["matched"] == 1

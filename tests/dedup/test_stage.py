@@ -288,3 +288,13 @@ def test_what_others_are_still_writing_is_not_read(tmp_path: Path) -> None:
         (tmp_path / home).mkdir(parents=True, exist_ok=True)
         (tmp_path / home / f"{TEMPORARY}elsewhere-1-u000000.parquet").write_bytes(b"half a file")
     assert decide(tmp_path)["pairs"] == 40
+
+
+def test_a_dry_run_takes_nothing_away(tmp_path: Path) -> None:
+    write_parts(tmp_path, _rows(40), [20])
+    decide(tmp_path)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "dedup").glob("*.*")}
+    assert decide(tmp_path, dry_run=True, where="false")["kept"] == 0
+    with pytest.raises(ConfigError, match="--dry-run or --fresh"):
+        decide(tmp_path, dry_run=True, fresh=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "dedup").glob("*.*")} == before
