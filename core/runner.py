@@ -15,6 +15,7 @@ import multiprocessing
 import multiprocessing.queues
 import os
 import queue
+import socket
 import sys
 import threading
 import time
@@ -276,6 +277,7 @@ def _ray() -> Any:
     if not ray.is_initialized():
         try:
             ray.init(log_to_driver=False)
+            _reach(address)
         except (ConnectionError, ValueError) as error:
             address = os.environ.get("RAY_ADDRESS", "")
             raise HardwareError(
@@ -285,6 +287,13 @@ def _ray() -> Any:
 
 
 RAY_RETRIES = 10  # of a unit whose node died; spot instances die often
+
+def _reach(address: str) -> None:
+    """Raises OSError where nobody listens at `host:port`; Ray itself would try for minutes."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+
 
 
 def _on_ray(todo: Sequence[Unit], task: Task, workers: int, progress: Progress) -> Iterator[tuple[Unit, Any]]:

@@ -1,0 +1,91 @@
+"""The data stages on a real Ray cluster of several nodes: the same bytes as locally, also where nodes die.
+
+Needs the side environment `.peers/ray` (`make peers`, or `python -m bench.peers ray`).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.peers import ROOT, ready
+from bench.small import STAGES, SmallList, one_thread, results
+
+PYTHON = ready("ray")
+pytestmark = [
+    pytest.mark.skipif(PYTHON is None, reason="needs Ray beside pairmill: python -m bench.peers ray"),
+    pytest.mark.timeout(900),  # nodes start slowly on a busy machine
+]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallList]:
+    with SmallList(tmp_path_factory.mktemp("list"), 60) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def local(small: SmallList) -> dict[str, Any]:
+    """What the local engine makes, with the same versions of all packages."""
+    stages_in_ray_s_environment(small, small.home / "local/work", 0, "no")
+    return results(str(small.home / "local/work"))
+
+
+def stages_in_ray_s_environment(small: SmallList, work: Path, nodes: int, kill: str) -> dict[str, dict[str, Any]]:
+    """Run every stage on so many nodes, with none by the local engine; what tests/ray_stages.py says of each."""
+    home = work.parent / "home"  # where Ray would leave files of its own
+    home.mkdir(parents=True)
+    settings = work.parent / "settings.json"
+    settings.write_text(json.dumps({stage: small.settings(stage, str(work)) for stage in STAGES}))
+    environment = one_thread({"HOME": str(home), "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"})
+    command = [str(PYTHON), "tests/ray_stages.py", str(settings), str(nodes), kill]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, dict[str, Any]] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            found |= json.loads(line)
+    return found
+
+
+def test_one_node_makes_what_this_machine_makes(small: SmallList, local: dict[str, Any], tmp_path: Path) -> None:
+    said = stages_in_ray_s_environment(small, tmp_path / "work", 1, "no")
+    assert results(str(tmp_path / "work")) == local
+    assert said["ingest"]["summary"]["outcomes"] == {"ok": small.pictures}
+    assert said["ingest"]["summary"]["cpu_seconds"] > 0
+
+
+def test_two_nodes_of_which_one_is_killed_in_every_stage(
+    small: SmallList, local: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(small, "latency", 0.1)
+    said = stages_in_ray_s_environment(small, tmp_path / "work", 2, "kill")
+    for stage in STAGES:
+        assert 0 < said[stage]["at_the_kill"] < said[stage]["units"], (stage, said[stage])
+    assert results(str(tmp_path / "work")) == local
+    assert not list((tmp_path / "work/ingest").glob("journal/*")), "what the killed node had begun is cleared away"
+
+
+def test_a_cluster_that_is_not_there_is_one_sentence(small: SmallList, tmp_path: Path) -> None:
+    command = small.command("ingest", str(tmp_path), "--engine", "ray", python=str(PYTHON))
+    environment = one_thread({"HOME": str(tmp_path), "RAY_ADDRESS": "127.0.0.1:9"})
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 6, done.stderr[-2000:]
+    assert "RAY_ADDRESS='127.0.0.1:9', which cannot be reached" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_without_ray_one_sentence_says_what_to_install(small: SmallList, tmp_path: Path) -> None:
+    try:
+        import ray  # noqa: F401
+    except ImportError:
+        command = small.command("ingest", str(tmp_path), "--engine", "ray", python=sys.executable)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 6
+        assert "pip install 'pairmill[ray]'" in done.stderr.splitlines()[-1]
