@@ -275,18 +275,18 @@ def _ray() -> Any:
             "--engine ray needs Ray, which is not installed; run: pip install 'pairmill[ray]'"
         ) from error
     if not ray.is_initialized():
+        address = os.environ.get("RAY_ADDRESS", "")
         try:
-            ray.init(log_to_driver=False)
             _reach(address)
-        except (ConnectionError, ValueError) as error:
-            address = os.environ.get("RAY_ADDRESS", "")
+            ray.init(log_to_driver=False)
+        except (OSError, ValueError) as error:
+            words = " ".join(str(error).split())
             raise HardwareError(
-                f"expected a Ray cluster at RAY_ADDRESS={address!r}, which cannot be reached: {' '.join(str(error).split())}"
+                f"expected a Ray cluster at RAY_ADDRESS={address!r}, which cannot be reached ({words}); start one with "
+                "`ray start --head`, or unset RAY_ADDRESS to use this machine alone"
             ) from error
     return ray
 
-
-RAY_RETRIES = 10  # of a unit whose node died; spot instances die often
 
 def _reach(address: str) -> None:
     """Raises OSError where nobody listens at `host:port`; Ray itself would try for minutes."""
@@ -294,6 +294,8 @@ def _reach(address: str) -> None:
     if colon and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
+
+RAY_RETRIES = 10  # of a unit whose node died; spot instances die often
 
 
 def _on_ray(todo: Sequence[Unit], task: Task, workers: int, progress: Progress) -> Iterator[tuple[Unit, Any]]:
