@@ -26,7 +26,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 COPIED = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changes.md": "CHANGELOG.md"}
-SECTIONS = {"Guides": "guide", "Concepts": "concepts", "Results": "results", "Design": "design"}
+SECTIONS = {"Guides": ["guide"], "Concepts": ["concepts"], "Results": ["results", "."], "Design": ["design"]}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 
@@ -35,7 +35,8 @@ def on_config(config: Any) -> Any:
     named = str(config.nav)
     for section in config.nav:
         for title in section.keys() & SECTIONS:
-            found = sorted(path.relative_to(DOCS).as_posix() for path in (DOCS / SECTIONS[title]).glob("*.md"))
+            paths = (path for folder in SECTIONS[title] for path in (DOCS / folder).glob("*.md"))
+            found = sorted(path.relative_to(DOCS).as_posix() for path in paths)
             section[title] += [page for page in found if f"'{page}'" not in named]
     return config
 
