@@ -6,6 +6,7 @@ torch is imported inside the functions, because the launcher runs in a process t
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import logging
 import os
@@ -151,9 +152,10 @@ def wrap(model: nn.Module, ranks: World, sharded: bool = False) -> nn.Module:
     if sharded:
         return _shard(model)
     device_ids = [ranks.device.index] if ranks.device.type == "cuda" else None
-    wrapped = DistributedDataParallel(
-        model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
-    )
+    # torch renamed the setting in 2.13, where the older name warns
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    off: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+    wrapped = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True, **off)
     watch_gradients(wrapped)
     return wrapped
 
