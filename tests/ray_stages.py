@@ -46,6 +46,7 @@ def main(settings: dict[str, dict[str, Any]], nodes: int, kill: bool) -> None:
         found["summary"] = _run(stage, {**values, "engine": "ray"})
         if kill:
             killer.join()
+            workers.append(_node(cluster))  # Ray starts nodes from the main thread only
         found["units"] = len(list(Path(values["work"]).glob(PUBLISHED[stage])))
         print(json.dumps({stage: found}, default=str), flush=True)
     ray.shutdown()
@@ -70,12 +71,11 @@ def _node(cluster: Cluster) -> Any:
 
 
 def _kill_in_the_middle(cluster: Cluster, workers: list[Any], stage: str, work: str, found: dict[str, Any]) -> None:
-    """Kill -9 a node and its workers once something is published, and give the cluster another."""
+    """Kill -9 a node and its workers once something is published."""
     while not list(Path(work).glob(PUBLISHED[stage])):
         time.sleep(0.002)
     cluster.remove_node(workers.pop(0), allow_graceful=False)
     found["at_the_kill"] = len(list(Path(work).glob(PUBLISHED[stage])))
-    workers.append(_node(cluster))
 
 
 if __name__ == "__main__":
