@@ -39,7 +39,7 @@ class SmallList:
     def __init__(self, home: Path, pictures: int = 60) -> None:
         self.home, self.pictures = home, pictures
         self.bodies = [_picture(number) for number in range(pictures)]
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Late, self))
+        self._server = QuietServer(("127.0.0.1", 0), functools.partial(_Late, self))
         self.list = home / "list.parquet"
         self.base = f"http://127.0.0.1:{self._server.server_port}"
 
@@ -139,6 +139,13 @@ def caption(number: int) -> str:
 def _picture(number: int) -> bytes:
     coarse = np.random.default_rng(number).integers(0, 256, (12, 16, 3), dtype=np.uint8)
     return encode_jpeg(np.ascontiguousarray(coarse.repeat(8, 0).repeat(8, 1)), 90)
+
+
+class QuietServer(http.server.ThreadingHTTPServer):
+    """Says nothing of clients that were killed."""
+
+    def handle_error(self, *_: Any) -> None:
+        pass
 
 
 class _Late(http.server.BaseHTTPRequestHandler):

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from bench.small import QuietServer
+
 SLOW_DOWN = b"""<?xml version="1.0" encoding="UTF-8"?>
 <Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"""
 
@@ -45,7 +47,7 @@ class Store:
         behind.start()
         self._behind = behind.get_host_and_port()
         bucket = f"{bucket}-{self._behind[1]}"  # all servers of a process share one store
-        proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), lambda *given: _Proxy(self, *given))
+        proxy = QuietServer(("127.0.0.1", 0), lambda *given: _Proxy(self, *given))
         threading.Thread(target=proxy.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{proxy.server_port}"
         try:
