@@ -187,8 +187,8 @@ def store_fails(trial: Trial) -> None:
         process.wait(timeout=10)
     trial.store.fault = lambda method, path: chance.choice(kinds) if chance.random() < 0.1 else ""
     process.communicate()
-    trial.finish()
     trial.store.fault = lambda method, path: ""
+    trial.finish()
 
 
 def _damage(path: Path, moments: random.Random) -> None:
