@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from core.config import StageConfig, command, load_recipe
-from core.errors import PairmillError
+from core.errors import PairmillError, StorageError
 from core.redact import Formatter, redact
 from dedup.config import DedupConfig
 from demo.config import DemoConfig
@@ -60,7 +60,10 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Entry point: errors of pairmill's own become one sentence and an exit code, anything else keeps its traceback."""
+    """Entry point: errors of pairmill's own and of disks and networks become one sentence and an exit code.
+
+    Anything else is a mistake of ours and keeps its traceback.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Formatter("%(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -69,6 +72,13 @@ def main() -> None:
     except PairmillError as error:
         print(f"pairmill: {redact(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        print(
+            f"pairmill: a disk, network or store failed: {redact(str(error))}; what was finished is kept, run the same "
+            "command again to continue",
+            file=sys.stderr,
+        )
+        sys.exit(StorageError.exit_code)
     except SystemExit as done:
         if done.code == INTERRUPTED:
             print("pairmill: stopped; run the same command again to continue", file=sys.stderr)

@@ -43,6 +43,18 @@ def test_an_error_of_ours_is_one_sentence_and_its_code(
     assert said.err == "pairmill: expected this, found that\n" and said.out == ""
 
 
+def test_what_the_system_refuses_is_a_sentence_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(config: Any) -> None:
+        raise OSError(16, "Device or resource busy", "s3://bucket/part")
+
+    make_plan_do(monkeypatch, fail)
+    assert end_of(monkeypatch, "plan") == StorageError.exit_code
+    said = capsys.readouterr().err
+    assert "s3://bucket/part" in said and "run the same command again" in said and said.count("\n") == 1
+
+
 def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(config: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
