@@ -123,7 +123,7 @@ def plan_shards(place: str) -> None:
     from shardkit.plan import write_plans
 
     work = Folder(f"{place}/work")
-    assert pq.read_schema(f"{place}/work/dedup/decisions.parquet").equals(decision_schema())
+    assert pq.read_schema(work.path("dedup/decisions.parquet")).equals(decision_schema())
     write_plans(work, ShardConfig(work=work.url))
 
 

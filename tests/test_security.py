@@ -132,16 +132,17 @@ def test_a_whole_run_with_a_password_in_its_list_keeps_it_nowhere(tmp_path: Path
 
 
 def test_queries_only_read(tmp_path: Path) -> None:
+    work = tmp_path / "work"
     with SmallList(tmp_path / "list", 12) as small:
-        run(small.command("ingest", str(tmp_path / "work"), "--workers", "1"))
+        run(small.command("ingest", str(work), "--workers", "1"))
     from report.config import SqlConfig
     from report.sql import run as sql
 
-    before = sorted(path for path in (tmp_path / "work").rglob("*"))
-    for query in ("DROP VIEW pairs", f"COPY (SELECT 1) TO '{tmp_path}/work/out.csv'", "CREATE TABLE t AS SELECT 1",
+    before = sorted(work.rglob("*"))
+    for query in ("DROP VIEW pairs", f"COPY (SELECT 1) TO '{work}/out.csv'", "CREATE TABLE t AS SELECT 1",
                   "SELECT 1; DROP VIEW pairs", f"ATTACH '{tmp_path}/x.duckdb'", "INSTALL httpfs"):  # fmt: skip
         with pytest.raises(UsageError):
-            sql(SqlConfig(query=query, work=str(tmp_path / "work")))
-    assert sorted(path for path in (tmp_path / "work").rglob("*")) == before
-    with connect(Folder(tmp_path / "work")) as connection:
+            sql(SqlConfig(query=query, work=str(work)))
+    assert sorted(work.rglob("*")) == before
+    with connect(Folder(work)) as connection:
         assert connection.execute("SELECT count(*) FROM pairs").fetchall() == [(12,)]
