@@ -34,7 +34,7 @@ from train.data import Batch, Loader, Plan, Preparer, Quarantine, make_decoder
 from train.distributed import World, barrier, gather_objects, is_sharded, wrap
 from train.ema import Average
 from train.evaluate import EVAL_BATCH, Evaluator
-from train.export import load_weights
+from train.export import Weights, load_weights
 from train.gradcache import LossFn, gradcache_step
 from train.guard import MAX_ROLLBACKS, MAX_SKIPPED, Guard, LossScale, clip_by_tower, total_norm
 from train.loss import clip_loss_and_accuracy, siglip_loss
@@ -63,15 +63,12 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
     plan = Plan.of(shard_set, config.seed, config.batch_size, config.weights)
     total = config.steps or config.epochs * plan.steps_per_epoch
     tokenizer = Tokenizer()
-    shape = dataclasses.replace(model_config(config.model), patch_dropout=config.patch_dropout)
 
     # ---- model ------------------------------------------------------------------------------------------------------
     kept = config.checkpoints or str(home / "checkpoints")
     saved = _newest_on_all_ranks(kept, ranks)
     weights = load_weights(config.init, config.model) if config.init and saved is None else None
-    given = saved.shape if saved is not None else weights.shape if weights is not None else None
-    if given is not None:  # the activation is no matter of taste for given weights
-        shape = dataclasses.replace(shape, quick_gelu=given.quick_gelu)
+    shape = _shape(config, saved, weights)
     watch = memory.watch(config, ranks, shape, plan, tokenizer)
     torch.manual_seed(config.seed)
     clip = CLIP(shape, config.precision, logit_bias=config.loss == "siglip")
@@ -116,10 +113,7 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
     writer = checkpoint.Writer(kept, config.keep, config.keep_every)
     trainer = Trainer(config, ranks, home, model, optimizer, meter, evaluator, writer, fixed, total)
     if saved is not None:
-        if trainer.average is not None:
-            trainer.average.restore(saved.average)
-        trainer.guard.restore(saved.meta.get("guard", {}))
-        trainer.loss_scale = LossScale(**saved.meta.get("loss_scale", {"value": trainer.loss_scale.value}))
+        trainer.restore(saved)
     with contextlib.closing(decoder), _stop_signals() as stop:
         _loop(trainer, loader, stop, start)
 
@@ -182,6 +176,13 @@ class Trainer:
         self.loss_scale = LossScale.of(config.precision)
         self.average = Average(unwrap(model), config.ema) if config.ema else None
         self._evaluated: dict[str, Any] = {}
+
+    def restore(self, saved: checkpoint.Saved) -> None:
+        """Go on with the averages, the guard and the loss scale of a checkpoint whose weights the model has already."""
+        if self.average is not None:
+            self.average.restore(saved.average)
+        self.guard.restore(saved.meta.get("guard", {}))
+        self.loss_scale = LossScale(**saved.meta.get("loss_scale", {"value": self.loss_scale.value}))
 
     def one_step(self, batch: Batch, stop: bool) -> tuple[bool, bool]:
         """One update of the weights; returns whether any rank was told to stop, and whether it is time to save."""
@@ -336,6 +337,13 @@ class Objective:
 
 
 # -- small parts ------------------------------------------------------------------------------------------------------
+
+
+def _shape(config: TrainConfig, saved: checkpoint.Saved | None, weights: Weights | None) -> ModelConfig:
+    """The shape to train, with the activation that given weights need: it is no matter of taste for them."""
+    shape = dataclasses.replace(model_config(config.model), patch_dropout=config.patch_dropout)
+    given = saved.shape if saved is not None else weights.shape if weights is not None else None
+    return shape if given is None else dataclasses.replace(shape, quick_gelu=given.quick_gelu)
 
 
 def _fixed(config: TrainConfig, plan: Plan, tokenizer: Tokenizer, shape: ModelConfig) -> dict[str, Any]:
