@@ -75,6 +75,7 @@ def run_units(
     warm: Sequence[str] = (),
     survive: Callable[[Unit], bool] | None = None,
     part: Part = WHOLE,
+    gpu: bool = False,
 ) -> Generator[tuple[Unit, Any], None, None]:
     """Run `task` on every unit that is not `done`; yields (unit, what the task returned) as they finish, in any order.
 
@@ -86,6 +87,7 @@ def run_units(
         survive: asked when a local worker died in the middle of a unit whether the unit may be begun again; with it even
             a single worker is a process of its own.
         part: which of the units are this run's.
+        gpu: whether a unit uses a GPU where there is one; on Ray it then has one to itself, with its share of the cores.
 
     Raises:
         ConfigError: an unknown engine, or fewer than no workers.
@@ -105,7 +107,7 @@ def run_units(
     total = sum(unit.rows for unit in units)
     with Progress(label, total, unit_of_progress, done=rows_done, describe=describe) as progress:
         if engine == "ray":
-            yield from _on_ray(todo, task, workers, progress)
+            yield from _on_ray(todo, task, workers, progress, gpu)
         else:
             workers = min(workers or cores(), len(todo))
             if workers <= 1 and survive is None:
@@ -298,14 +300,19 @@ def _reach(address: str) -> None:
 RAY_RETRIES = 10  # of a unit whose node died; spot instances die often
 
 
-def _on_ray(todo: Sequence[Unit], task: Task, workers: int, progress: Progress) -> Iterator[tuple[Unit, Any]]:
+def _on_ray(
+    todo: Sequence[Unit], task: Task, workers: int, progress: Progress, gpu: bool
+) -> Iterator[tuple[Unit, Any]]:
     ray = _ray()
+    has = ray.cluster_resources()
+    gpus = int(has.get("GPU", 0)) if gpu else 0
+    needs = {"num_cpus": max(1, int(has.get("CPU", 0)) // gpus), "num_gpus": 1} if gpus else {"num_cpus": 1}
 
     def work(unit: Unit) -> tuple[Any, dict[str, int]]:
         return _counted(task, unit)
 
     # Ray takes plain functions only, and our tasks are partial ones
-    remote = ray.remote(max_retries=RAY_RETRIES)(work)
+    remote = ray.remote(max_retries=RAY_RETRIES, **needs)(work)
     coming, most = iter(todo), workers or len(todo)
     waiting = {remote.remote(unit): unit for unit in itertools.islice(coming, most)}
     try:

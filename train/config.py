@@ -147,7 +147,7 @@ class EvalConfig(StageConfig):
 class ScoreConfig(UnitsConfig):
     """Give every fetched pair a `clip_score`: the cosine of picture and caption by a checkpoint, for `dedup` to filter by.
 
-    It runs between ingest and dedup, and in one process, whose threads use every core (or the GPU).
+    It runs between ingest and dedup: in one process, whose threads use every core (or the GPU), or on a Ray cluster.
     """
 
     checkpoint: str = setting("")

@@ -3,18 +3,21 @@
 Way in: `WORK/ingest/parts` and the images they point to. Way out: `WORK/scores/UNIT.parquet`, a row a fetched pair with
 `clip_score`, which the view `pairs` shows as a column, so that `dedup --preset laion` or `--where "clip_score > 0.25"` reads it.
 
-A picture with several captions is decoded and embedded once. A picture that cannot be read has no score. One process a
-machine: its threads decode and compute on every core, or the GPU computes.
+A picture with several captions is decoded and embedded once. A picture that cannot be read has no score. On one machine a
+single process decodes and computes on every core, or with the GPU; on Ray each GPU of the cluster, or else each core, scores
+a part at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import logging
+import platform
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -23,7 +26,7 @@ import torch
 import xxhash
 
 from core import catalog
-from core.errors import ConfigError, DataError, InputError
+from core.errors import ConfigError, DataError, InputError, RunError
 from core.plan import Unit
 from core.runner import cores, run_units, tick
 from core.schema import Outcome
@@ -82,15 +85,17 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         stage.reopen()
         folder.sweep(HOME)
         stage.share()
-        with _scorer(config, weights, digest, folder) as scorer:
-            units = [Unit(_unit(name), i, i + 1) for i, name in enumerate(parts)]
+        scorer = Scorer(dataclasses.replace(config, checkpoint=weights.source), digest)
+        units = [Unit(_unit(name), i, i + 1) for i, name in enumerate(parts)]
+        workers = config.workers if config.engine == "ray" else 1
+        with contextlib.closing(scorer):
             for _ in run_units(
-                units, scorer.score_part, done=scorer.is_scored, workers=1, engine="local", label="score",
-                unit_of_progress="parts", part=stage.part,
+                units, scorer.score_part, done=scorer.is_scored, workers=workers, engine=config.engine, label="score",
+                unit_of_progress="parts", part=stage.part, gpu=config.device != "cpu",
             ):  # fmt: skip
                 pass
-            if partial := stage.left_to_others(lambda: sum(not scorer.is_scored(unit) for unit in units)):
-                return partial
+        if partial := stage.left_to_others(lambda: sum(not scorer.is_scored(unit) for unit in units)):
+            return partial
         finished = stage.finish({**_summary(folder), "checkpoint": weights.source, "seconds": time.monotonic() - start})
     catalog.write(folder)
     return finished
@@ -113,14 +118,44 @@ def _unit(name: str) -> str:
     return name.rpartition("/")[2].removesuffix(".parquet")
 
 
-class Scorer:
-    """A model and a decoder that score one part after another."""
+@dataclass(frozen=True)
+class Tools:
+    """What embeds, held by a process from its first part on."""
 
-    def __init__(
-        self, folder: Folder, model: CLIP, digest: str, preparer: Preparer, device: torch.device, batch: int
-    ) -> None:
-        self.folder, self.model, self.digest, self.preparer = folder, model, digest, preparer
-        self.device, self.batch = device, batch
+    model: CLIP
+    preparer: Preparer
+    device: torch.device
+
+
+_tools: dict[str, Tools] = {}  # by digest; on a cluster a process scores many parts
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Scores one part after another by the checkpoint that `config` names, in whatever process or machine that happens."""
+
+    config: ScoreConfig
+    digest: str
+
+    @property
+    def folder(self) -> Folder:
+        return Folder(self.config.work)
+
+    def tools(self) -> Tools:
+        """The towers, loaded once a process.
+
+        Raises:
+            RunError: the checkpoint is another one than where the run began.
+        """
+        if self.digest not in _tools:
+            self.close()
+            _tools[self.digest] = _load(self.config, self.digest)
+        return _tools[self.digest]
+
+    def close(self) -> None:
+        """Let go what this process loaded."""
+        while _tools:
+            _tools.popitem()[1].preparer.decoder.close()
 
     def is_scored(self, unit: Unit) -> bool:
         """Whether this very part has its scores by this very model."""
@@ -136,16 +171,16 @@ class Scorer:
 
     def score_part(self, unit: Unit) -> int:
         """Write the scores of one part; returns how many pairs have one."""
-        mark, rows = self._mark(unit), self._rows(unit)
+        tools, mark, rows = self.tools(), self._mark(unit), self._rows(unit)
         places = {
             place: i for i, place in enumerate(dict.fromkeys((r["tar"], r["tar_offset"], r["tar_size"]) for r in rows))
         }
-        numbered = iter(places.items())
-        parts = iter(lambda: [self._sample(i, *p) for p, i in itertools.islice(numbered, self.batch)], [])
-        img_PE, valid_P = embed_images(self.model, self.preparer, parts, self.device)
-        txt_NE = embed_texts(self.model, self.preparer, [r["caption"] or "" for r in rows], self.device, self.batch)
+        numbered, batch = iter(places.items()), self.config.batch
+        parts = iter(lambda: [self._sample(i, *p) for p, i in itertools.islice(numbered, batch)], [])
+        img_PE, valid_P = embed_images(tools.model, tools.preparer, parts, tools.device)
+        txt_NE = embed_texts(tools.model, tools.preparer, [r["caption"] or "" for r in rows], tools.device, batch)
         at_N = torch.tensor([places[(r["tar"], r["tar_offset"], r["tar_size"])] for r in rows], dtype=torch.int64)
-        score_N = (img_PE[at_N.to(self.device)] * txt_NE).sum(dim=1).cpu().numpy()
+        score_N = (img_PE[at_N.to(tools.device)] * txt_NE).sum(dim=1).cpu().numpy()
         valid_N = valid_P.cpu().numpy()[at_N.numpy()]
         columns = [pa.array([r[n] for r in rows], SCORES.field(n).type) for n in ("unit", "row", "uid")]
         columns.append(pa.array(score_N.astype("float32"), mask=~valid_N))
@@ -175,16 +210,21 @@ class Scorer:
         return Sample(data, [""], f"{tar}:{offset}", number, str(offset), tar, 0, 0, number, reason)
 
 
-@contextlib.contextmanager
-def _scorer(config: ScoreConfig, weights: Weights, digest: str, folder: Folder) -> Iterator[Scorer]:
-    assert weights.shape is not None
+def _load(config: ScoreConfig, digest: str) -> Tools:
+    weights = load_weights(config.checkpoint, config.model)
+    if weights.shape is None or _digest(weights) != digest:
+        raise RunError(
+            f"{weights.source} holds other weights on {platform.node()} than where the run began; put the checkpoint where "
+            "every node sees the same one"
+        )
     device = choose_device(config.device, 0)
     model = CLIP(weights.shape, config.precision, logit_bias="logit_bias" in weights.state)
     weights.into(model)
     model.to(device).eval()
-    decoder = make_decoder("auto", weights.shape.image_size, config.threads or cores(), config.batch, device)
-    with contextlib.closing(decoder):
-        yield Scorer(folder, model, digest, Preparer(decoder, Tokenizer(), weights.shape.context), device, config.batch)
+    # torch's threads are the cores that a task of Ray has
+    threads = config.threads or min(cores(), torch.get_num_threads())
+    decoder = make_decoder("auto", weights.shape.image_size, threads, config.batch, device)
+    return Tools(model, Preparer(decoder, Tokenizer(), weights.shape.context), device)
 
 
 def _summary(folder: Folder) -> dict[str, Any]:
