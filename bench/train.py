@@ -7,7 +7,11 @@ AdamW with its parameter groups, clamp; in its own environment (`python -m bench
 `bench.loader` has it. Processes run in turns, and CPU seconds of the best step count, so that a busy machine hurts both.
 `floor` is what the model's operations cost at the measured peak of bf16 matrix products: ours / floor is the MFU.
 
+GradCache: a step of small-112 with 256 pairs, whole and by micro-batches of 64, and the step of 64 pairs alone; the same way.
+Memory is the peak beyond what the process held before its first step: optimiser, gradients, activations.
+
     python -m bench.train [--model ViT-B-32 small-112] [--batch 64] [--steps 3] [--captions FILE.tsv] [--json]
+    python -m bench.train --gradcache [--json]
     python -m bench.train --profile --model ViT-B-32      where the time of our step goes
 
 Captions are the last column of a TSV file; by default those of Flickr8k in PAIRMILL_REAL_DATA.
@@ -20,6 +24,7 @@ import argparse
 import dataclasses
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -30,7 +35,9 @@ from typing import Any
 from bench.machine import claim
 
 GOALS = {"ViT-B-32": 2.5, "small-112": 3.0}
-ROUNDS = 2
+SPLIT_MODEL, SPLIT_BATCH, SPLIT_MICRO = "small-112", 256, 64
+SPLIT_TIME_GOAL, SPLIT_MEMORY_GOAL = 1.36, 1.1
+ROUNDS, WARM_UP = 2, 2
 LR, WD, CLIP_NORM = 5e-4, 0.2, 1.0
 
 
@@ -66,16 +73,17 @@ def read_captions(path: str) -> list[str]:
 # -- the two steps ------------------------------------------------------------------------------------------------------
 
 
-def time_side(side: str, folder: Path, steps: int) -> float:
-    """CPU seconds of the best of `steps` steps in this process, two more having gone before."""
-    step = _our_step(folder) if side == "ours" else _open_clips_step(folder)
+def measure(side: str, folder: Path, steps: int, micro: int) -> dict[str, float]:
+    """CPU seconds of the best of `steps` steps in this process, `WARM_UP` more having gone before, and the bytes they took."""
+    step = _our_step(folder, micro) if side == "ours" else _open_clips_step(folder)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     best = float("inf")
-    for i in range(steps + 2):
+    for i in range(WARM_UP + steps):
         start = time.process_time()
         step()
-        if i >= 2:
+        if i >= WARM_UP:
             best = min(best, time.process_time() - start)
-    return best
+    return {"seconds": best, "bytes": 1024.0 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}
 
 
 def _case(folder: Path) -> tuple[Any, Any, dict[str, Any]]:
@@ -89,7 +97,7 @@ def _case(folder: Path) -> tuple[Any, Any, dict[str, Any]]:
     return torch.from_numpy(arrays["pixels"]), torch.from_numpy(arrays["tokens"]), described
 
 
-def _our_step(folder: Path) -> Any:
+def _our_step(folder: Path, micro: int = 0) -> Any:
     from train.distributed import keep_freed_memory
     from train.gradcache import gradcache_step
     from train.guard import clip_by_tower
@@ -106,7 +114,7 @@ def _our_step(folder: Path) -> Any:
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        gradcache_step(model, pixels, tokens, clip_loss)
+        gradcache_step(model, pixels, tokens, clip_loss, micro or None)
         clip_by_tower(model, CLIP_NORM)
         optimizer.step()
         clamp_log_scale(model)
@@ -147,17 +155,20 @@ def _open_clips_step(folder: Path) -> Any:
 # -- figures ------------------------------------------------------------------------------------------------------------
 
 
-def _in_a_process(side: str, folder: Path, steps: int) -> float:
+def _in_a_process(side: str, folder: Path, steps: int, micro: int = 0) -> dict[str, float]:
     from bench.peers import peer_python
 
     python = str(peer_python("open_clip")) if side == "open_clip" else sys.executable
     root = str(Path(__file__).parent.parent)
     env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     command = [python, "-m", "bench.train", "--side", side, "--case", str(folder), "--steps", str(steps)]
-    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--micro", str(micro)], env=env, cwd=root, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"{side} failed:\n{done.stderr}")
-    return float(done.stdout.splitlines()[-1])
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def _peak() -> float:
@@ -181,11 +192,35 @@ def compare(model: str, batch: int, steps: int, captions: list[str]) -> dict[str
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         positions = write_case(folder, model, batch, captions)
-        sides = [{s: _in_a_process(s, folder, steps) for s in ("ours", "open_clip")} for _ in range(ROUNDS)]
+        sides = [{s: _in_a_process(s, folder, steps)["seconds"] for s in ("ours", "open_clip")} for _ in range(ROUNDS)]
     ours, theirs = (batch / min(side[s] for side in sides) for s in ("ours", "open_clip"))
     floor = _peak() / flops_per_pair(dataclasses.replace(model_config(model), patch_dropout=0.0), positions)
     what = f"{model}, batch {batch}, bf16, one thread, {positions:.1f} text positions: pairs a CPU second"
     return claim(what, ours, peer=theirs, floor=floor, goal=GOALS.get(model, 2.5) * theirs, at_least=True)
+
+
+def split(steps: int, captions: list[str]) -> list[dict[str, Any]]:
+    """What GradCache costs and saves: against the whole batch in time, against one micro-batch alone in memory."""
+    cases = {"split": (SPLIT_BATCH, SPLIT_MICRO), "whole": (SPLIT_BATCH, 0), "alone": (SPLIT_MICRO, 0)}
+    seconds, peak = dict.fromkeys(cases, float("inf")), dict.fromkeys(cases, float("inf"))
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, (batch, _) in cases.items():
+            (Path(scratch) / name).mkdir()
+            write_case(Path(scratch) / name, SPLIT_MODEL, batch, captions)
+        for name in [*cases] * ROUNDS:
+            found = _in_a_process("ours", Path(scratch) / name, steps, cases[name][1])
+            seconds[name], peak[name] = min(seconds[name], found["seconds"]), min(peak[name], found["bytes"])
+    what = f"{SPLIT_MODEL}, {SPLIT_BATCH} pairs by micro-batches of {SPLIT_MICRO}"
+    return [
+        claim(
+            f"{what}: CPU seconds a step, beside the whole batch at once", seconds["split"], peer=seconds["whole"],
+            goal=SPLIT_TIME_GOAL * seconds["whole"], at_least=False,
+        ),
+        claim(
+            f"{what}: peak bytes, beside a step of {SPLIT_MICRO} pairs (the whole batch at once: {peak['whole']:.0f})",
+            peak["split"], peer=peak["alone"], goal=SPLIT_MEMORY_GOAL * peak["alone"], at_least=False,
+        ),
+    ]  # fmt: skip
 
 
 def profile(model: str, batch: int, captions: list[str]) -> str:
@@ -196,7 +231,8 @@ def profile(model: str, batch: int, captions: list[str]) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         write_case(Path(scratch), model, batch, captions)
         step = _our_step(Path(scratch))
-        step()
+        for _ in range(WARM_UP):
+            step()
         with profiled(activities=[ProfilerActivity.CPU]) as found:
             step()
     return found.key_averages().table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=40)
@@ -209,24 +245,30 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--captions", default="")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--gradcache", action="store_true")
     parser.add_argument("--side", choices=("ours", "open_clip"), help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--micro", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.side:
-        print(time_side(options.side, Path(options.case), options.steps))
+        print(json.dumps(measure(options.side, Path(options.case), options.steps, options.micro)))
         return
     captions = read_captions(options.captions)
     if options.profile:
         for model in options.model:
             print(profile(model, options.batch, captions))
         return
-    claims = [compare(model, options.batch, options.steps, captions) for model in options.model]
+    if options.gradcache:
+        claims = split(options.steps, captions)
+    else:
+        claims = [compare(model, options.batch, options.steps, captions) for model in options.model]
     if options.json:
         print(json.dumps(claims))
-    for found in claims if not options.json else ():
-        ratio, share = found["ratio"], found["ours"] / found["floor"]
-        print(f"{found['claim']}: {found['ours']:.1f}, open_clip {found['peer']:.1f} ({ratio:.2f}x), MFU {share:.0%}")
+        return
+    for found in claims:
+        share = f", MFU {found['ours'] / found['floor']:.0%}" if found["floor"] else ""
+        print(f"{found['claim']}: {found['ours']:.4g}, beside {found['peer']:.4g} ({found['ratio']:.2f}x){share}")
 
 
 if __name__ == "__main__":

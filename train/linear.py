@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+# Matrix units (AMX) want their rows packed, and oneDNN packs a transposed operand while it multiplies. From about this many
+# columns on a copy in advance is cheaper: 3,200 rows, 768 -> 3072, 32.6 -> 22.4 ms; but 256 -> 768 2.1 -> 2.5 ms.
+TRANSPOSED_MIN = 512
+
 # A product sums columns faster than `sum` does, from about this many columns on.
 BIAS_PRODUCT_MIN = 512
 
@@ -54,8 +58,12 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
     """(O, I) in fp32."""
     if grad.shape[1] <= x.shape[1]:
-        return (grad.t() @ x).float()
-    return (x.t() @ grad).t().contiguous().float()
+        return (_transposed(grad) @ x).float()
+    return (_transposed(x) @ grad).t().contiguous().float()
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.t().contiguous() if x.shape[1] >= TRANSPOSED_MIN else x.t()
 
 
 def _bias_grad(grad: Tensor) -> Tensor:
