@@ -30,6 +30,7 @@ from core.redact import redacted
 from core.storage import Folder
 from core.work import locked, package_version
 from train import checkpoint
+from train.boards import check_boards
 from train.config import TrainConfig
 from train.distributed import Ended, World, barrier, choose_device, launch_ranks, launched, ranks_from_env, world
 from train.evaluate import val_folder
@@ -46,8 +47,8 @@ LOCK = ".lock"
 # What gloo and NCCL say when a rank at the other end is gone.
 LOST_CONTACT = re.compile(r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|TCPStore")
 
-NOT_NEGATIVE = ("cache_gb", "micro_batch", "ranks", "steps", "warmup", "eval_every", "checkpoint_every", "checkpoint_minutes",
-                "keep_every", "threads", "grad_clip", "spike", "lr", "wd")  # fmt: skip
+NOT_NEGATIVE = ("cache_gb", "micro_batch", "ranks", "steps", "warmup", "eval_every", "checkpoint_every",
+                "keep_every", "threads", "grad_clip", "lr", "wd")  # fmt: skip
 
 
 def run(config: TrainConfig) -> dict[str, Any]:
@@ -92,9 +93,9 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(f"expected a crop in (0, 1], the share of a picture's area to keep, found {config.crop}")
     if not 0 <= config.ema < 1:
         raise ConfigError(f"expected ema in [0, 1), the weight of the past, found {config.ema}")
-    for name in ("max_bad", "jitter", "gray"):
-        if not 0 <= getattr(config, name) <= 1:
-            raise ConfigError(f"expected {name} in [0, 1], found {getattr(config, name)}")
+    check_boards(config.log)
+    if not 0 <= config.colour <= 1:
+        raise ConfigError(f"expected a colour in [0, 1], the strength of its changes, found {config.colour}")
 
 
 def check_share(config: TrainConfig, ranks: int) -> None:

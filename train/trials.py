@@ -28,9 +28,10 @@ from train.config import TrainConfig
 from train.data import QUEUE_DEPTH, Augment, Batch, Loader, Plan, Preparer, Quarantine, make_decoder
 from train.distributed import keep_freed_memory
 from train.gradcache import gradcache_step
+from train.guard import clip_by_tower
 from train.loss import clip_loss
 from train.models import model_config
-from train.optim import clamp_log_scale, clip_grad_norm, make_optimizer
+from train.optim import clamp_log_scale, make_optimizer
 from train.tokenizer import Tokenizer
 from train.towers import CLIP
 
@@ -134,7 +135,7 @@ class Bench:
         """Decoding and tokenising of pictures that fit the model."""
         samples = [shrunk(sample, self.shape.image_size) for sample in self.pictures.samples if sample.ok]
         decoder = make_decoder(self.config.decode, self.shape.image_size, self.threads, len(samples), self.device)
-        view_of = Augment(0, 0, self.config.crop, self.config.flip, self.config.jitter, self.config.gray)
+        view_of = Augment(0, 0, self.config.crop, self.config.flip, self.config.colour)
         with contextlib.closing(decoder):
             preparer = Preparer(decoder, Tokenizer(), self.shape.context)
 
@@ -196,7 +197,7 @@ class Bench:
                 self.plan, Preparer(decoder, Tokenizer(), self.shape.context),
                 Quarantine(Path(folder) / "quarantine.jsonl", 0, 1.0), rank=0, ranks=1,
                 start=epoch * self.plan.steps_per_epoch, stop=ENDLESS, crop=config.crop, flip=config.flip,
-                jitter=config.jitter, gray=config.gray,
+                colour=config.colour,
             )  # fmt: skip
             with loader:
                 yield loader
@@ -219,7 +220,7 @@ class Bench:
                 return clip_loss(img, txt, scale, valid_b=batch.valid_b)
 
             gradcache_step(model, batch.pixels_bCSS, batch.tokens_bL, loss, micro or None)
-            clip_grad_norm(model.parameters(), self.config.grad_clip or None)
+            clip_by_tower(model, self.config.grad_clip)
             optimizer.step()
             clamp_log_scale(model)
             self._wait()
