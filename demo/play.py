@@ -48,11 +48,10 @@ def serve_world(config: DemoConfig) -> Iterator[ServedWorld]:
         stack.enter_context(locked(local / ".demo.lock", str(local), "--work"))  # stages hold `.lock`, one at a time
         world = _world(config, local)
         server = stack.enter_context(_served(world.folder))
-        templates = world.folder / "templates.txt"
-        Folder(world.folder).write(templates.name, ("\n".join(world.templates) + "\n").encode())
+        Folder(world.eval_dir).write("templates.txt", ("\n".join(world.templates) + "\n").encode())
         overrides = {
             "ingest": {"urls": str(write_urls(world, server.base_url))},
-            "eval": {"zero_shot": str(world.eval_dir), "templates": str(templates)},
+            "eval": {"zero_shot": str(world.eval_dir)},
         }
         yield ServedWorld(world, overrides, started)
 

@@ -58,8 +58,7 @@ def mill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mill]:
     """One world, milled once, looked at by many tests."""
     home = tmp_path_factory.mktemp("mill")
     world = make_world(home / "world", pictures=PICTURES)
-    templates = home / "templates.txt"
-    templates.write_text("\n".join(world.templates))
+    (world.eval_dir / "templates.txt").write_text("\n".join(world.templates))
     with DemoServer(world.folder) as server:
         urls = write_urls(world, server.base_url)
         recipe = home / "recipe.toml"
@@ -82,7 +81,6 @@ def mill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mill]:
             epochs = 2
             [eval]
             zero_shot = "{world.eval_dir}"
-            templates = "{templates}"
             [report]
             """)
         yield Mill(world, urls, recipe, home / "work", last_json(pairmill("run", recipe, "--json")))

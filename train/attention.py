@@ -14,10 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from core.errors import ConfigError
-
-PATHS = ("auto", "sdpa", "matmul")
-
 # Above this length the L x L weights of the written-out path outgrow what the fused kernel's recompute costs.
 MATMUL_MAX_LENGTH = 640
 
@@ -29,18 +25,13 @@ class Segment(NamedTuple):
     length: int
 
 
-def attend(qkv_RD3: Tensor, heads: int, segments: list[Segment], causal: bool, path: str = "auto") -> Tensor:
+def attend(qkv_RD3: Tensor, heads: int, segments: list[Segment], causal: bool) -> Tensor:
     """Self-attention inside each sample.
 
-    `qkv_RD3` is (R, 3 D), queries, keys and values side by side; returns (R, D). `path` is "sdpa", "matmul", or
-    "auto", which chooses by device and length.
+    `qkv_RD3` is (R, 3 D), queries, keys and values side by side; returns (R, D). Device and length choose the path.
     """
-    if path not in PATHS:
-        raise ConfigError(f"attention must be one of {', '.join(PATHS)}; found {path!r}.")
-    if path == "auto":
-        longest = max((s.length for s in segments), default=0)
-        path = "matmul" if qkv_RD3.device.type == "cpu" and longest <= MATMUL_MAX_LENGTH else "sdpa"
-    if path == "matmul":
+    longest = max((s.length for s in segments), default=0)
+    if qkv_RD3.device.type == "cpu" and longest <= MATMUL_MAX_LENGTH:
         return _MatmulAttention.apply(qkv_RD3, heads, segments, causal)
     return _sdpa(qkv_RD3, heads, segments, causal)
 

@@ -55,9 +55,6 @@ class TrainConfig(StageConfig):
     ema: float = setting(0.0)
     """Weight of the past in a moving average of the weights, which is then what is evaluated and exported; 0 keeps none.
     0.999 suits some thousands of steps, 0.9999 more."""
-    spike: float = setting(10.0)
-    """Standard deviations above the recent losses from which a step is left out; ten such steps in a row go back to the
-    newest checkpoint from before them. 0 leaves out only what is not finite."""
     lock_image: bool = setting(False)
     """Train the text tower only, on the image tower that `init` brings (LiT)."""
     precision: Literal["bf16", "fp16", "fp32"] = setting("bf16")
@@ -71,15 +68,13 @@ class TrainConfig(StageConfig):
     val: str = setting("", stable=False)
     """Shards to measure retrieval on; empty takes WORK/holdout if it is there, `none` turns it off."""
     zero_shot: str = setting("", stable=False)
-    """Folder of class folders with pictures to classify at each evaluation; a folder's name is its class."""
-    templates: str = setting("", stable=False)
-    """Text file of caption templates for `zero_shot`, one a line, `{}` where the class name goes; empty takes a few."""
+    """Folder of class folders with pictures to classify at each evaluation; a folder's name is its class. A file
+    templates.txt beside them replaces the general caption templates: one a line, `{}` where the class name goes."""
     eval_every: int = setting(0, stable=False)
     """Steps between evaluations; 0 evaluates at the end only."""
     checkpoint_every: int = setting(500, stable=False)
-    """Steps between checkpoints; one is always written at the end, on SIGTERM and on SIGUSR1. 0 writes those only."""
-    checkpoint_minutes: float = setting(0.0, stable=False)
-    """Minutes after which a checkpoint is written at the latest; 0 counts steps only."""
+    """Steps between checkpoints; one is also written half an hour after the last, at the end, on SIGTERM and on SIGUSR1. 0
+    counts no steps."""
     checkpoints: str = setting("", stable=False)
     """Folder or URL (s3://) to keep the checkpoints in; empty takes the run's own."""
     keep: int = setting(3, stable=False)
@@ -88,24 +83,22 @@ class TrainConfig(StageConfig):
     """Checkpoints of every so many-th step are kept for good beside the newest; 0 keeps none."""
     log_every: int = setting(10, stable=False)
     """Steps a row of metrics.jsonl covers."""
+    log: tuple[str, ...] = setting((), stable=False)
+    """Where the numbers of metrics.jsonl and eval.jsonl go as well: `tensorboard` (files in the run's folder), `wandb`
+    (WANDB_MODE=offline keeps them there too). Each needs its package."""
     crop: float = setting(0.9)
     """Smallest share of a picture's area that a random crop keeps; 1 turns random crops off (middle square)."""
     flip: bool = setting(False)
     """Mirror half of the pictures. Wrong for captions that say left or right, or pictures with writing."""
-    jitter: float = setting(0.0)
+    colour: float = setting(0.0)
     """Strength of random changes of brightness, contrast, saturation and hue, 0 to 1 (SimCLR's scale: 0.4 is usual for
-    CLIP on few pictures). Wrong where captions name colours."""
-    gray: float = setting(0.0)
-    """Share of pictures shown without colour. 0.2 is usual beside `jitter`."""
+    CLIP on few pictures); an eighth of it is the share of pictures shown in grey. Wrong where captions name colours."""
     patch_dropout: float = setting(0.0)
     """Share of image patches dropped in training (FLIP): 0.5 nearly halves the image tower's work."""
     decode: Literal["auto", "cpu", "dali"] = setting("auto", stable=False)
     """Who decodes: `dali` on GPUs, threads of libjpeg-turbo on CPUs; `auto` takes DALI where it and a GPU are there."""
     threads: int = setting(0, stable=False)
     """Decode threads a rank; 0 shares the machine's cores out over its ranks."""
-    max_bad: float = setting(0.01, stable=False)
-    """Share of unreadable pictures that stops the run; below it they are left out of the loss and listed in
-    quarantine.jsonl."""
     checkpointing: bool = setting(False, stable=False)
     """Recompute activations in the backward pass: much less memory for about a third more compute."""
     fsdp: bool = setting(False, stable=False)
@@ -130,15 +123,10 @@ class EvalConfig(StageConfig):
     val: str = setting("")
     """Shards to measure retrieval on; empty takes WORK/holdout if it is there, `none` turns it off."""
     zero_shot: str = setting("")
-    """Folder of class folders with pictures; a folder's name is its class (underscores read as spaces)."""
-    templates: str = setting("")
-    """Text file of caption templates, one a line, `{}` where the class name goes; empty takes a few general ones."""
-    batch: int = setting(250)
-    """Pictures or captions embedded at a time."""
+    """Folder of class folders with pictures; a folder's name is its class (underscores read as spaces). A file
+    templates.txt beside them replaces the general caption templates: one a line, `{}` where the class name goes."""
     precision: Literal["bf16", "fp32"] = setting("bf16")
     """Type of the matrix products."""
-    threads: int = setting(0)
-    """Decode threads; 0 takes one a core."""
     device: Literal["auto", "cpu", "cuda"] = setting("auto")
     """Where to run; `auto` takes a GPU where there is one."""
 
@@ -157,10 +145,6 @@ class ScoreConfig(UnitsConfig):
     """Shape of the towers, needed only for bare weight files, which do not name theirs."""
     precision: Literal["bf16", "fp32"] = setting("bf16")
     """Type of the matrix products."""
-    batch: int = setting(250, stable=False)
-    """Pictures or captions embedded at a time."""
-    threads: int = setting(0, stable=False)
-    """Decode threads; 0 takes one a core."""
     device: Literal["auto", "cpu", "cuda"] = setting("auto", stable=False)
     """Where to run; `auto` takes a GPU where there is one."""
 

@@ -40,7 +40,9 @@ STARVED_S = 120.0  # a step that waits so long for the decoder waits for ever
 QUEUE_DEPTH = 3  # decoded batches held ready; more only hides for longer that decoding is too slow
 FEW_BAD = 16  # so many unreadable pictures never stop a run, whatever share of a small beginning they are
 NONE_GOOD = 8  # but so many without a good one between them do: a shard, or the decoder, is broken
+MAX_BAD = 0.01  # of all pictures: fewer that are unreadable are left out of the loss, more stop the run
 MAX_LANES = 64
+GRAY_SHARE = 1 / 8  # pictures without colour, at a strength of 1: what helped Flickr8k (docs/LOG.md)
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,7 @@ class Augment:
     epoch: int
     crop: float
     flip: bool
-    jitter: float = 0.0
-    gray: float = 0.0
+    colour: float = 0.0
 
     def __call__(self, sample: Sample, width: int, height: int) -> tuple[View, int]:
         draw = Random(xxhash.xxh3_64_intdigest(f"{self.seed}/{self.epoch}/{sample.uid}".encode()))
@@ -140,7 +141,7 @@ class Augment:
             view = middle_view(width, height)._replace(flip=self.flip and draw.random() < 0.5)
         else:
             view = random_view(width, height, draw, self.crop, self.flip)
-        return view._replace(colour=random_colour(draw, self.jitter, self.gray)), caption
+        return view._replace(colour=random_colour(draw, self.colour, GRAY_SHARE * self.colour)), caption
 
 
 @dataclass
@@ -194,7 +195,7 @@ class Preparer:
 class Quarantine:
     """Bad pictures of one rank: a row each, once, and the end of the run when they are too many."""
 
-    def __init__(self, path: Path, rank: int, max_share: float) -> None:
+    def __init__(self, path: Path, rank: int, max_share: float = MAX_BAD) -> None:
         self.file, self.rank, self.max_share = Jsonl(path), rank, max_share
         self.seen = self.bad = self._without_good = 0
         self._known = {row["uid"] for row in self.file.rows()}
@@ -240,15 +241,14 @@ class Loader:
         stop: int,
         crop: float,
         flip: bool,
-        jitter: float = 0.0,
-        gray: float = 0.0,
+        colour: float = 0.0,
         starved_s: float = STARVED_S,
     ) -> None:
         if plan.batch_size % ranks:
             raise ConfigError(f"batch_size {plan.batch_size} cannot be shared equally by {ranks} ranks; change either.")
         self.plan, self.preparer, self.quarantine = plan, preparer, quarantine
         self.rank, self.ranks, self.start, self.stop = rank, ranks, start, stop
-        self.crop, self.flip, self.jitter, self.gray, self.starved_s = crop, flip, jitter, gray, starved_s
+        self.crop, self.flip, self.colour, self.starved_s = crop, flip, colour, starved_s
         self.waits = Waits()
         if rank == 0:
             log.info("%s", plan.describe())
@@ -310,7 +310,7 @@ class Loader:
     def _one_epoch(self, epoch: int) -> bool:
         """Whether anyone still wants batches."""
         first = epoch * self.plan.steps_per_epoch
-        view_of = Augment(self.plan.seed, epoch, self.crop, self.flip, self.jitter, self.gray)
+        view_of = Augment(self.plan.seed, epoch, self.crop, self.flip, self.colour)
         begin = max(0, self.start - first)
         with BatchReader(self.plan.shard_set, self.plan.order(epoch), self.rank, self.ranks, begin) as reader:
             batches = iter(reader)

@@ -15,7 +15,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from core.runner import cores
 from core.storage import Folder
 from shardkit.reader import Sample, ShardSet
 from train.config import EvalConfig
-from train.data import Batch, Preparer, make_decoder, middle_of
+from train.data import STARVED_S, Batch, Preparer, make_decoder, middle_of
 from train.distributed import World, choose_device, gather_rows
 from train.export import load_weights, run_folder
 from train.models import ModelConfig
@@ -44,6 +44,7 @@ EVAL_BATCH = 250
 RANKS = (1, 5, 10)
 CHUNK_ENTRIES = 1 << 25  # similarities held at a time: 128 MB, whatever the size of the set
 EXAMPLES, TOP, THUMB = 12, 5, 160
+TEMPLATES_FILE = "templates.txt"
 TEMPLATES = (
     "{}",
     "a photo of a {}.",
@@ -128,17 +129,36 @@ def embed_texts(
 
 
 def _ahead(preparer: Preparer, parts: Iterator[list[Sample]]) -> Iterator[Batch]:
-    """Prepared parts in order, the next one always being read and decoded in a thread."""
+    """Prepared parts in order, the next one always being read and decoded in a thread.
+
+    Raises:
+        RunError: a part was not ready within `STARVED_S`.
+    """
+    begun: list[Sample] = []
 
     def prepare_next() -> Batch | None:
         samples = next(parts, None)
-        return None if samples is None else preparer.prepare(0, samples, middle_of)[0]
+        if samples is None:
+            return None
+        begun[:] = samples
+        return preparer.prepare(0, samples, middle_of)[0]
 
-    with ThreadPoolExecutor(1, thread_name_prefix="eval") as pool:
-        waiting = pool.submit(prepare_next)
-        while (batch := waiting.result()) is not None:
-            waiting = pool.submit(prepare_next)
+    with ThreadPool(1) as pool:  # of daemon threads: one that hangs in a picture must not outlive the run
+        waiting = pool.apply_async(prepare_next)
+        while (batch := _within(STARVED_S, waiting, begun)) is not None:
+            waiting = pool.apply_async(prepare_next)
             yield batch
+
+
+def _within(seconds: float, waiting: AsyncResult[Batch | None], begun: list[Sample]) -> Batch | None:
+    waiting.wait(seconds)
+    if not waiting.ready():
+        shards = ", ".join(sorted({sample.shard for sample in begun}))
+        raise RunError(
+            f"evaluation starved: pictures of {shards or 'the set'} were not read and decoded within {seconds:g} s; look at "
+            "them with `pairmill verify --deep`"
+        )
+    return waiting.get()
 
 
 def _gathered(own_n: Tensor, total: int, ranks: World) -> Tensor:
@@ -276,12 +296,17 @@ def _sample_of(path: Path, label: int) -> Sample:
     return Sample(path.read_bytes(), [""], str(path), label, path.stem, path.parent.name, 0, 0, 0)
 
 
-def read_templates(path: str) -> Sequence[str]:
-    """One template a line with `{}` in it; the general ones where `path` is empty."""
-    if not path:
+def read_templates(folder: str) -> Sequence[str]:
+    """The lines of FOLDER/templates.txt, each with `{}` in it; the general ones where there is no such file.
+
+    Raises:
+        InputError: a file that holds something else.
+    """
+    path = Path(folder) / TEMPLATES_FILE
+    if not path.exists():
         return TEMPLATES
     try:
-        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
         raise InputError(f"expected a file of templates at {path}, found none ({error.strerror})") from error
     except UnicodeDecodeError as error:
@@ -342,16 +367,17 @@ def _thumbnail(shard_set: ShardSet, index: int) -> dict[str, str]:
 class Evaluator:
     """Retrieval on a captioned set and classification of class folders, at any step of a run.
 
-    Rows go to eval.jsonl, examples to examples.json.
+    Rows go to `file` (eval.jsonl), examples to examples.json.
     """
 
     def __init__(
-        self, ranks: World, home: Path, model: CLIP, preparer: Preparer, val: str, batch: int,
-        *, classes: str = "", templates: str = "",
+        self, ranks: World, home: Path, model: CLIP, preparer: Preparer, val: str, batch: int, classes: str = "",
+        file: Jsonl | None = None,
     ) -> None:  # fmt: skip
         self.ranks, self.home, self.model, self.preparer, self.batch = ranks, home, model, preparer, batch
+        self.file = file or Jsonl(home / "eval.jsonl")
         self.shard_set = ShardSet.open(val) if val else None
-        self.classes, self.templates = classes, read_templates(templates)
+        self.classes, self.templates = classes, read_templates(classes) if classes else TEMPLATES
         if classes:
             class_folders(classes)  # what is wrong with them is said before the first step
 
@@ -377,7 +403,7 @@ class Evaluator:
         found |= more or {}
         if found and self.ranks.main:
             seconds = time.perf_counter() - start
-            Jsonl(self.home / "eval.jsonl").append({"step": step, **found, "seconds": seconds, "time": time.time()})
+            self.file.append({"step": step, **found, "seconds": seconds, "time": time.time()})
         return found
 
 
@@ -402,10 +428,6 @@ def run(config: EvalConfig) -> dict[str, Any]:
 
     Returns `step`, `checkpoint`, `retrieval` (with a set), `zero_shot` (with class folders).
     """
-    if config.batch < 1 or config.threads < 0:
-        raise ConfigError(
-            f"expected --batch of at least 1 and --threads of at least 0, found {config.batch} and {config.threads}"
-        )
     home = Path(run_folder(config.work, config.name))
     weights = load_weights(config.checkpoint or str(home), config.model)
     if weights.shape is None:
@@ -418,18 +440,15 @@ def run(config: EvalConfig) -> dict[str, Any]:
     model = CLIP(weights.shape, config.precision, logit_bias="logit_bias" in weights.state)
     weights.into(model)
     model.to(device)
-    with _preparer(config, weights.shape, device) as preparer:
-        evaluator = Evaluator(
-            World(0, 1, 0, device), home, model, preparer, val, config.batch,
-            classes=config.zero_shot, templates=config.templates,
-        )  # fmt: skip
+    with _preparer(weights.shape, device) as preparer:
+        evaluator = Evaluator(World(0, 1, 0, device), home, model, preparer, val, EVAL_BATCH, config.zero_shot)
         step = int(weights.meta.get("step", 0))
         found = evaluator.run(step, examples=True, more={"checkpoint": weights.source})
     return {"step": step, **found}
 
 
 @contextlib.contextmanager
-def _preparer(config: EvalConfig, shape: ModelConfig, device: torch.device) -> Iterator[Preparer]:
-    decoder = make_decoder("auto", shape.image_size, config.threads or cores(), config.batch, device)
+def _preparer(shape: ModelConfig, device: torch.device) -> Iterator[Preparer]:
+    decoder = make_decoder("auto", shape.image_size, cores(), EVAL_BATCH, device)
     with contextlib.closing(decoder):
         yield Preparer(decoder, Tokenizer(), shape.context)

@@ -19,6 +19,7 @@ MAX_SKIPPED = 10  # steps in a row left out: the weights are lost, and more step
 MAX_ROLLBACKS = 3
 FIRST_SCALE = 65536.0
 QUIET_STEPS = 2000
+SPIKE = 10.0  # standard deviations: no healthy run was seen to reach it
 MEMORY = 100  # steps that the mean and the spread are of
 LEAST_SPREAD = 0.01  # of the mean: a loss that hardly moves must not make every wiggle a spike
 
@@ -27,7 +28,7 @@ LEAST_SPREAD = 0.01  # of the mean: a loss that hardly moves must not make every
 class Guard:
     """Mean and spread of the recent losses, and how often steps were left out."""
 
-    deviations: float
+    deviations: float = SPIKE
     """Standard deviations above the mean from which a loss is a spike; 0 knows no spikes."""
     mean: float = 0.0
     variance: float = 0.0

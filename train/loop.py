@@ -29,6 +29,7 @@ from core.progress import Progress
 from core.runner import cores
 from shardkit.reader import ShardSet, user_cache
 from train import checkpoint, memory
+from train.boards import Boards, ShownJsonl
 from train.config import TrainConfig
 from train.data import Batch, Loader, Plan, Preparer, Quarantine, make_decoder
 from train.distributed import World, barrier, gather_objects, is_sharded, wrap
@@ -46,6 +47,8 @@ from train.towers import CLIP, unwrap
 
 log = logging.getLogger("pairmill.train")
 
+SAVE_AFTER_S = 1800.0  # what a run may lose at most when it is killed, however slow its steps
+
 
 def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, Any]:
     """Train from the newest checkpoint in `home` (or from nothing) to the end; the same summary on every rank.
@@ -58,34 +61,18 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
         RunError: too many unreadable pictures or non-finite steps, or the loader starved.
     """
     # ---- data -------------------------------------------------------------------------------------------------------
-    shards = config.shards or f"{config.work}/shards"
-    shard_set = ShardSet.open(shards, on_bad=config.on_bad_shard, cache=user_cache(config.cache_gb))
-    plan = Plan.of(shard_set, config.seed, config.batch_size, config.weights)
+    plan, tokenizer = _plan(config), Tokenizer()
     total = config.steps or config.epochs * plan.steps_per_epoch
-    tokenizer = Tokenizer()
 
-    # ---- model ------------------------------------------------------------------------------------------------------
-    kept = config.checkpoints or str(home / "checkpoints")
-    saved = _newest_on_all_ranks(kept, ranks)
+    # ---- model, from given weights or where the run stopped ---------------------------------------------------------
+    writer = checkpoint.Writer(config.checkpoints or str(home / "checkpoints"), config.keep, config.keep_every)
+    saved = _newest_on_all_ranks(writer.home.url, ranks)
     weights = load_weights(config.init, config.model) if config.init and saved is None else None
     shape = _shape(config, saved, weights)
     watch = memory.watch(config, ranks, shape, plan, tokenizer)
-    torch.manual_seed(config.seed)
-    clip = CLIP(shape, config.precision, logit_bias=config.loss == "siglip")
-    clip.set_checkpointing(config.checkpointing)
-    clip.visual.requires_grad_(not config.lock_image)
-    if weights is not None:
-        weights.into(clip)
-
-    # ---- continue where the run stopped -----------------------------------------------------------------------------
+    clip = _model(config, shape, weights)
     fixed = _fixed(config, plan, tokenizer, shape)
-    if saved is not None:
-        checkpoint.check_same(saved, fixed)
-        clip.load_state_dict(saved.model)
-    start = saved.step if saved is not None else 0
-    if ranks.main:
-        _forget_after(home, start)
-    barrier()
+    start = _continue(clip, saved, fixed, ranks, home)
 
     # ---- optimiser --------------------------------------------------------------------------------------------------
     model = wrap(clip, ranks, sharded=config.fsdp)
@@ -95,29 +82,25 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
     if saved is not None:
         checkpoint.restore_optimizer(clip, optimizer, saved.optimizer)
 
-    # ---- the loop ---------------------------------------------------------------------------------------------------
-    decoder = make_decoder(
-        config.decode, shape.image_size, _threads(config, ranks), plan.batch_size // ranks.size, ranks.device
-    )
-    preparer = Preparer(decoder, tokenizer, shape.context)
-    evaluator = Evaluator(
-        ranks, home, clip, preparer, val, min(EVAL_BATCH, plan.batch_size // ranks.size),
-        classes=config.zero_shot, templates=config.templates,
-    )  # fmt: skip
-    loader = Loader(
-        plan, preparer, Quarantine(home / "quarantine.jsonl", ranks.rank, config.max_bad),
-        rank=ranks.rank, ranks=ranks.size, start=start, stop=total, crop=config.crop, flip=config.flip,
-        jitter=config.jitter, gray=config.gray,
-    )  # fmt: skip
-    meter = Meter(ranks, loader, shape, peak_flops(ranks, config.precision), Jsonl(home / "metrics.jsonl"), watch)
-    writer = checkpoint.Writer(kept, config.keep, config.keep_every)
-    trainer = Trainer(config, ranks, home, model, optimizer, meter, evaluator, writer, fixed, total)
-    if saved is not None:
-        trainer.restore(saved)
-    with contextlib.closing(decoder), _stop_signals() as stop:
+    # ---- loop, evaluation, end --------------------------------------------------------------------------------------
+    share = plan.batch_size // ranks.size
+    decoder = make_decoder(config.decode, shape.image_size, _threads(config, ranks), share, ranks.device)
+    with (
+        contextlib.closing(decoder),
+        _stop_signals() as stop,
+        _log_files(config, ranks, home, start) as (rows, figures),
+    ):
+        preparer = Preparer(decoder, tokenizer, shape.context)
+        loader = Loader(
+            plan, preparer, Quarantine(home / "quarantine.jsonl", ranks.rank), rank=ranks.rank, ranks=ranks.size,
+            start=start, stop=total, crop=config.crop, flip=config.flip, colour=config.colour,
+        )  # fmt: skip
+        evaluator = Evaluator(ranks, home, clip, preparer, val, min(EVAL_BATCH, share), config.zero_shot, figures)
+        meter = Meter(ranks, loader, shape, peak_flops(ranks, config.precision), rows, watch)
+        trainer = Trainer(config, ranks, home, model, optimizer, meter, evaluator, writer, fixed, total)
+        if saved is not None:
+            trainer.restore(saved)
         _loop(trainer, loader, stop, start)
-
-        # ---- evaluation and end -------------------------------------------------------------------------------------
         if trainer.step == total:
             trainer.evaluate(examples=True)
     writer.finish()
@@ -172,7 +155,7 @@ class Trainer:
         self.warmup = config.warmup or min(2000, math.ceil(total / 10))
         self.lr = 0.0
         self.norms: dict[str, float | None] = {}
-        self.guard = Guard(config.spike)
+        self.guard = Guard()
         self.loss_scale = LossScale.of(config.precision)
         self.average = Average(unwrap(model), config.ema) if config.ema else None
         self._evaluated: dict[str, Any] = {}
@@ -228,8 +211,7 @@ class Trainer:
 
     def _time_to_save(self) -> bool:
         """By rank 0's clock, because clocks differ."""
-        minutes = self.config.checkpoint_minutes
-        return self.ranks.main and minutes > 0 and time.monotonic() - self.writer.saved_at >= 60 * minutes
+        return self.ranks.main and time.monotonic() - self.writer.saved_at >= SAVE_AFTER_S
 
     def _leave_out(self, batch: Batch, values: list[float], fault: str) -> None:
         """A step was left out: say why and with which samples, and go back when too many were."""
@@ -339,11 +321,40 @@ class Objective:
 # -- small parts ------------------------------------------------------------------------------------------------------
 
 
+def _plan(config: TrainConfig) -> Plan:
+    shards = config.shards or f"{config.work}/shards"
+    shard_set = ShardSet.open(shards, on_bad=config.on_bad_shard, cache=user_cache(config.cache_gb))
+    return Plan.of(shard_set, config.seed, config.batch_size, config.weights)
+
+
 def _shape(config: TrainConfig, saved: checkpoint.Saved | None, weights: Weights | None) -> ModelConfig:
     """The shape to train, with the activation that given weights need: it is no matter of taste for them."""
     shape = dataclasses.replace(model_config(config.model), patch_dropout=config.patch_dropout)
     given = saved.shape if saved is not None else weights.shape if weights is not None else None
     return shape if given is None else dataclasses.replace(shape, quick_gelu=given.quick_gelu)
+
+
+def _model(config: TrainConfig, shape: ModelConfig, weights: Weights | None) -> CLIP:
+    torch.manual_seed(config.seed)
+    clip = CLIP(shape, config.precision, logit_bias=config.loss == "siglip")
+    clip.set_checkpointing(config.checkpointing)
+    clip.visual.requires_grad_(not config.lock_image)
+    if weights is not None:
+        weights.into(clip)
+    return clip
+
+
+def _continue(clip: CLIP, saved: checkpoint.Saved | None, fixed: dict[str, Any], ranks: World, home: Path) -> int:
+    """Take the weights of a checkpoint, if there is one; returns the step that the run goes on from."""
+    start = 0
+    if saved is not None:
+        checkpoint.check_same(saved, fixed)
+        clip.load_state_dict(saved.model)
+        start = saved.step
+    if ranks.main:
+        _forget_after(home, start)
+    barrier()
+    return start
 
 
 def _fixed(config: TrainConfig, plan: Plan, tokenizer: Tokenizer, shape: ModelConfig) -> dict[str, Any]:
@@ -377,6 +388,16 @@ def _forget_after(home: Path, start: int) -> None:
         # quarantine rows carry the number of the step they were met in, the others the number of steps done
         last = start - 1 if name == "quarantine.jsonl" else start
         Jsonl(home / name).keep(lambda row, last=last: row.get("step", math.inf) <= last)
+
+
+@contextlib.contextmanager
+def _log_files(config: TrainConfig, ranks: World, home: Path, start: int) -> Iterator[tuple[Jsonl, Jsonl]]:
+    """metrics.jsonl and eval.jsonl, which rank 0 shows elsewhere too where `log` says so."""
+    if not (ranks.main and config.log):
+        yield Jsonl(home / "metrics.jsonl"), Jsonl(home / "eval.jsonl")
+        return
+    with contextlib.closing(Boards(config, home, start)) as boards:
+        yield ShownJsonl(home / "metrics.jsonl", boards, "train"), ShownJsonl(home / "eval.jsonl", boards, "eval")
 
 
 def _seed(seed: int, step: int, rank: int) -> None:

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,16 @@ LOG2_E = math.log2(math.e)
 # 0.93 and 0.94 s: larger tiles ask less often for masks and call less. On GPUs one that fills the card.
 TILE_CPU = 1024
 TILE_GPU = 4096
+
+
+@dataclass(frozen=True)
+class Given:
+    """What comes with the embeddings: masks of this rank's pairs, the side of a tile (None chooses), the ranks."""
+
+    valid_b: Tensor | None
+    group_b: Tensor | None
+    tile: int | None
+    pg: dist.ProcessGroup | None
 
 
 class Stripe(NamedTuple):
@@ -138,7 +149,7 @@ def clip_loss_and_accuracy(
     """`clip_loss`, and the share of images whose own caption scores highest among all of the batch."""
     with torch.autocast(img_bD.device.type, enabled=False):
         img, txt = _accumulation_type(img_bD), _accumulation_type(txt_bD)
-        return _ClipLoss.apply(img, txt, log_scale, valid_b, group_b, tile, pg)
+        return _ClipLoss.apply(img, txt, log_scale, Given(valid_b, group_b, tile, pg))
 
 
 def _products(x_tD: Tensor, y_TD: Tensor) -> Tensor:
@@ -160,12 +171,9 @@ class _ClipLoss(torch.autograd.Function):
         img: Tensor,
         txt: Tensor,
         log_scale: Tensor,
-        valid_b: Tensor | None,
-        group_b: Tensor | None,
-        tile: int | None,
-        pg: dist.ProcessGroup | None,
+        given: Given,
     ) -> tuple[Tensor, Tensor]:
-        stripe = _gather(img, txt, valid_b, group_b, tile, pg)
+        stripe, valid_b, pg = _gather(img, txt, given), given.valid_b, given.pg
         scale = log_scale.to(img.dtype).exp()
         row_lse, col_lse, positive, hit = _log_sum_exps(stripe, scale * LOG2_E)
         col_lse = _merge_columns(col_lse, pg)
@@ -195,7 +203,7 @@ class _ClipLoss(torch.autograd.Function):
         d_img *= weight
         d_txt = scatter_sum(d_txt_BD, ctx.pg).mul_(weight)
         d_scale = (img * d_img).sum().to(ctx.scalar_type)
-        return d_img, d_txt, d_scale, None, None, None, None
+        return d_img, d_txt, d_scale, None
 
 
 def _log_sum_exps(stripe: Stripe, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -269,7 +277,7 @@ def siglip_loss(
     """
     with torch.autocast(img_bD.device.type, enabled=False):
         img, txt = _accumulation_type(img_bD), _accumulation_type(txt_bD)
-        return _SiglipLoss.apply(img, txt, log_scale, bias, valid_b, group_b, tile, pg, ring)
+        return _SiglipLoss.apply(img, txt, log_scale, bias, Given(valid_b, group_b, tile, pg), ring)
 
 
 class _SiglipLoss(torch.autograd.Function):
@@ -280,13 +288,10 @@ class _SiglipLoss(torch.autograd.Function):
         txt: Tensor,
         log_scale: Tensor,
         bias: Tensor,
-        valid_b: Tensor | None,
-        group_b: Tensor | None,
-        tile: int | None,
-        pg: dist.ProcessGroup | None,
+        given: Given,
         ring: bool,
     ) -> Tensor:
-        stripe = (_own if ring else _gather)(img, txt, valid_b, group_b, tile, pg)
+        stripe, valid_b, pg = (_own if ring else _gather)(img, txt, given), given.valid_b, given.pg
         scale = log_scale.to(img.dtype).exp()
         offset = bias.to(img.dtype)
         total = img.new_zeros(())
@@ -314,7 +319,7 @@ class _SiglipLoss(torch.autograd.Function):
         d_img *= weight * scale
         d_scale = (img * d_img).sum().to(ctx.scalar_type)
         d_bias = (d_bias * weight).to(ctx.scalar_type)
-        return d_img, d_txt.mul_(weight * scale), d_scale, d_bias, None, None, None, None, None
+        return d_img, d_txt.mul_(weight * scale), d_scale, d_bias, None, None
 
 
 def _add_siglip_gradients(stripe: Stripe, scale: Tensor, offset: Tensor, d_img: Tensor, d_txt: Tensor) -> Tensor:
@@ -350,33 +355,20 @@ def _world(pg: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(pg) if dist.is_available() and dist.is_initialized() else 1
 
 
-def _gather(
-    img: Tensor,
-    txt: Tensor,
-    valid_b: Tensor | None,
-    group_b: Tensor | None,
-    tile: int | None,
-    pg: dist.ProcessGroup | None,
-) -> Stripe:
+def _gather(img: Tensor, txt: Tensor, given: Given) -> Stripe:
     """This rank's stripe: texts, and masks where there are any, of all ranks."""
+    pg = given.pg
     rank = dist.get_rank(pg) if _world(pg) > 1 else 0
-    valid_B = None if valid_b is None else gather_rows(valid_b.to(torch.uint8), pg).bool()
-    group_B = None if group_b is None else gather_rows(group_b, pg)
-    own = _own(img, txt, valid_b, group_b, tile, pg)
+    valid_B = None if given.valid_b is None else gather_rows(given.valid_b.to(torch.uint8), pg).bool()
+    group_B = None if given.group_b is None else gather_rows(given.group_b, pg)
+    own = _own(img, txt, given)
     return own._replace(txt_BD=gather_rows(txt, pg), first=rank * img.shape[0], valid_B=valid_B, group_B=group_B)
 
 
-def _own(
-    img: Tensor,
-    txt: Tensor,
-    valid_b: Tensor | None,
-    group_b: Tensor | None,
-    tile: int | None,
-    pg: dist.ProcessGroup | None,
-) -> Stripe:
+def _own(img: Tensor, txt: Tensor, given: Given) -> Stripe:
     """The part of this rank's stripe that needs nothing of others."""
-    tile = tile or (TILE_CPU if img.device.type == "cpu" else TILE_GPU)
-    return Stripe(img, txt, 0, valid_b, valid_b, group_b, group_b, tile)
+    tile = given.tile or (TILE_CPU if img.device.type == "cpu" else TILE_GPU)
+    return Stripe(img, txt, 0, given.valid_b, given.valid_b, given.group_b, given.group_b, tile)
 
 
 def _visits(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from train.towers import unwrap
 
@@ -47,18 +46,6 @@ def lr_at(step: int, *, peak: float, warmup: int, total: int, floor: float = 0.0
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-def clip_grad_norm(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
-    """Scale all gradients down to the norm `limit` if they exceed it; returns the norm before, on the device.
-
-    `limit` None only measures.
-    """
-    with_grad = [p for p in parameters if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in with_grad if p.grad is not None])
-    if limit is not None:
-        nn.utils.clip_grads_with_norm_(with_grad, limit, norm)
-    return norm
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ from shardkit.reader import Sample
 from train.config import ScoreConfig
 from train.data import Preparer, make_decoder
 from train.distributed import choose_device
-from train.evaluate import embed_images, embed_texts
+from train.evaluate import EVAL_BATCH, embed_images, embed_texts
 from train.export import Weights, load_weights, run_folder
 from train.tokenizer import Tokenizer
 from train.towers import CLIP
@@ -66,10 +66,6 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         WorkFolderError: the folder holds the scores of another checkpoint (`--fresh` replaces them).
     """
     start = time.monotonic()
-    if config.batch < 1 or config.threads < 0:
-        raise ConfigError(
-            f"expected --batch of at least 1 and --threads of at least 0, found {config.batch} and {config.threads}"
-        )
     folder = Folder(config.work)
     parts = folder.list(f"{PARTS}/*.parquet")
     if not parts:
@@ -175,10 +171,10 @@ class Scorer:
         places = {
             place: i for i, place in enumerate(dict.fromkeys((r["tar"], r["tar_offset"], r["tar_size"]) for r in rows))
         }
-        numbered, batch = iter(places.items()), self.config.batch
-        parts = iter(lambda: [self._sample(i, *p) for p, i in itertools.islice(numbered, batch)], [])
+        numbered = iter(places.items())
+        parts = iter(lambda: [self._sample(i, *p) for p, i in itertools.islice(numbered, EVAL_BATCH)], [])
         img_PE, valid_P = embed_images(tools.model, tools.preparer, parts, tools.device)
-        txt_NE = embed_texts(tools.model, tools.preparer, [r["caption"] or "" for r in rows], tools.device, batch)
+        txt_NE = embed_texts(tools.model, tools.preparer, [r["caption"] or "" for r in rows], tools.device)
         at_N = torch.tensor([places[(r["tar"], r["tar_offset"], r["tar_size"])] for r in rows], dtype=torch.int64)
         score_N = (img_PE[at_N.to(tools.device)] * txt_NE).sum(dim=1).cpu().numpy()
         valid_N = valid_P.cpu().numpy()[at_N.numpy()]
@@ -222,8 +218,8 @@ def _load(config: ScoreConfig, digest: str) -> Tools:
     weights.into(model)
     model.to(device).eval()
     # torch's threads are the cores that a task of Ray has
-    threads = config.threads or min(cores(), torch.get_num_threads())
-    decoder = make_decoder("auto", weights.shape.image_size, threads, config.batch, device)
+    threads = min(cores(), torch.get_num_threads())
+    decoder = make_decoder("auto", weights.shape.image_size, threads, EVAL_BATCH, device)
     return Tools(model, Preparer(decoder, Tokenizer(), weights.shape.context), device)
 
 

@@ -68,11 +68,11 @@ class Attention(nn.Module):
         nn.init.xavier_uniform_(self.in_proj_weight)
         nn.init.zeros_(self.out_proj.bias)
 
-    def forward(self, x_RD: Tensor, segments: list[Segment], path: str, read_N: Tensor | None = None) -> Tensor:
+    def forward(self, x_RD: Tensor, segments: list[Segment], read_N: Tensor | None = None) -> Tensor:
         """Attention of all rows, or of the rows `read_N` (one a sample) only."""
         if read_N is None:
             qkv = linear(x_RD, self.in_proj_weight, self.in_proj_bias)
-            out = attend(qkv, self.heads, segments, self.causal, path)
+            out = attend(qkv, self.heads, segments, self.causal)
         else:
             width = x_RD.shape[1]
             q = linear(x_RD[read_N], self.in_proj_weight[:width], self.in_proj_bias[:width])
@@ -104,9 +104,9 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(width)
         self.mlp = Mlp(width, quick_gelu)
 
-    def forward(self, x_RD: Tensor, segments: list[Segment], path: str, read_N: Tensor | None = None) -> Tensor:
+    def forward(self, x_RD: Tensor, segments: list[Segment], read_N: Tensor | None = None) -> Tensor:
         """All rows, or with `read_N` those rows only (shape (N, D))."""
-        mixed = self.attn(_norm(x_RD, self.ln_1), segments, path, read_N)
+        mixed = self.attn(_norm(x_RD, self.ln_1), segments, read_N)
         x = (x_RD if read_N is None else x_RD[read_N]) + mixed
         return x + self.mlp(_norm(x, self.ln_2))
 
@@ -116,7 +116,6 @@ class Transformer(nn.Module):
         super().__init__()
         self.width = width
         self.checkpoint_blocks = False
-        self.attention_path = "auto"
         self.resblocks = nn.ModuleList(Block(width, heads, causal, quick_gelu) for _ in range(layers))
 
     def forward(self, x_RD: Tensor, segments: list[Segment], read_N: Tensor) -> Tensor:
@@ -125,9 +124,9 @@ class Transformer(nn.Module):
         for i, block in enumerate(self.resblocks):
             read = read_N if i == last else None
             if self.checkpoint_blocks and torch.is_grad_enabled():
-                x_RD = checkpoint(block, x_RD, segments, self.attention_path, read, use_reentrant=False)
+                x_RD = checkpoint(block, x_RD, segments, read, use_reentrant=False)
             else:
-                x_RD = block(x_RD, segments, self.attention_path, read)
+                x_RD = block(x_RD, segments, read)
         return x_RD
 
     def init_gpt(self) -> None:
@@ -242,12 +241,6 @@ class CLIP(nn.Module):
         """Recompute every block's activations in the backward pass: about a third more work, much less memory."""
         image = self.visual.transformer if isinstance(self.visual, VisionTower) else self.visual
         image.checkpoint_blocks = self.transformer.checkpoint_blocks = on
-
-    def set_attention(self, path: str) -> None:
-        """ "auto", "sdpa" or "matmul"; see `attention.attend`."""
-        self.transformer.attention_path = path
-        if isinstance(self.visual, VisionTower):
-            self.visual.transformer.attention_path = path
 
     def loss_scalars(self) -> list[Tensor]:
         """The parameters that the loss itself reads: log scale and, for SigLIP, bias."""

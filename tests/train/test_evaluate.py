@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from core.errors import ConfigError, InputError, StorageError
+from core.errors import ConfigError, InputError, RunError, StorageError
 from core.images import decode, encode_jpeg, read_header
 from shardkit.reader import ShardSet
 from tests.train.ranks import Ranks
@@ -26,6 +28,8 @@ from train.data import Preparer
 from train.decode_cpu import CpuDecoder, Picture, middle_view, render
 from train.distributed import World
 from train.evaluate import (
+    TEMPLATES,
+    TEMPLATES_FILE,
     Embedded,
     Evaluator,
     class_folders,
@@ -171,6 +175,26 @@ def test_an_unreadable_picture_is_left_out_with_its_captions(tmp_path: Path, pre
     assert found.owner_M.tolist() == [i for i in range(11) for _ in range(2)]
 
 
+def test_a_decoder_that_never_answers_ends_an_evaluation(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stuck:
+        go = threading.Event()
+
+        def decode(self, pictures: object) -> tuple[torch.Tensor, dict[int, str]]:
+            self.go.wait(60)
+            return torch.zeros(4, 3, SHAPE.image_size, SHAPE.image_size, dtype=torch.uint8), {}
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("train.evaluate.STARVED_S", 0.2)
+    started = time.monotonic()
+    with pytest.raises(RunError, match=r"pictures of 0000\d\.tar were not read and decoded within 0\.2 s"):
+        embed(
+            make_model(), Preparer(Stuck(), Tokenizer(), SHAPE.context), ShardSet.open(work / "holdout"), ALONE, batch=4
+        )
+    assert time.monotonic() - started < 30
+    Stuck.go.set()
+
+
 def test_zero_shot_equals_classifying_one_picture_at_a_time(work: Path, preparer: Preparer) -> None:
     model, templates = make_model().eval(), ["a photo of a {}.", "{}"]
     found = zero_shot(model, preparer, str(work / "classes"), templates, ALONE, batch=5)
@@ -250,18 +274,22 @@ def test_bad_input_is_one_sentence(work: Path, tmp_path: Path) -> None:
     (tmp_path / "one_class").mkdir()
     with pytest.raises(InputError, match=r"at least two class folders .* found 0"):
         run(EvalConfig(work=str(work), zero_shot=str(tmp_path)))
-    (tmp_path / "t.txt").write_text("a photo of a {}\nno place for it\n")
+    templates = tmp_path / TEMPLATES_FILE
+    templates.write_text("a photo of a {}\nno place for it\n")
     with pytest.raises(InputError, match="for each template"):
-        read_templates(str(tmp_path / "t.txt"))
-    with pytest.raises(InputError, match="expected a file of templates"):
-        read_templates(str(tmp_path / "gone.txt"))
-    (tmp_path / "latin.txt").write_bytes("ein Bild von {}, schön\n".encode("latin-1"))
+        read_templates(str(tmp_path))
+    templates.write_bytes("ein Bild von {}, schön\n".encode("latin-1"))
     with pytest.raises(InputError, match="in UTF-8"):
-        read_templates(str(tmp_path / "latin.txt"))
+        read_templates(str(tmp_path))
+    templates.write_text("a {}\n\n{} here\n")
+    assert read_templates(str(tmp_path)) == ["a {}", "{} here"]
+    templates.unlink()
+    templates.mkdir()
+    with pytest.raises(InputError, match="expected a file of templates"):
+        read_templates(str(tmp_path))
+    templates.rmdir()
+    assert read_templates(str(tmp_path)) == TEMPLATES
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot write"):
         run(EvalConfig(work=str(tmp_path / "file"), checkpoint=str(work / "runs/main"), val=str(work / "holdout")))
-    for wrong in ({"batch": 0}, {"batch": -1}, {"threads": -1}):
-        with pytest.raises(ConfigError, match="--batch of at least 1 and --threads of at least 0"):
-            run(EvalConfig(work=str(work), **wrong))
     assert val_folder(str(work), "") == f"{work}/holdout" and val_folder(str(tmp_path), "") == ""

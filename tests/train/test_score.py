@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from core import catalog
-from core.errors import ConfigError, InputError, WorkFolderError
+from core.errors import InputError, WorkFolderError
 from core.images import encode_jpeg, read_header
 from core.schema import pair_schema
 from core.storage import Folder
@@ -74,7 +74,7 @@ def scores(work: Path) -> dict[str, float | None]:
 def test_scores_are_the_cosine_of_the_towers(work: Path) -> None:
     captions = ["a red thing", "something blue", "two green ones", "a rather longer caption of a thing"]
     bodies = make_pairs(work, 0, captions)
-    summary = run(ScoreConfig(work=str(work), precision="fp32", batch=1))
+    summary = run(ScoreConfig(work=str(work), precision="fp32"))
     torch.manual_seed(3)
     model = CLIP(SHAPE, "fp32").eval()
     found = scores(work)
@@ -122,5 +122,3 @@ def test_nothing_to_score_or_to_score_with(work: Path) -> None:
     make_pairs(work, 0, ["a", "b"])
     with pytest.raises(InputError, match="expected weights at"):
         run(ScoreConfig(work=str(work), checkpoint=str(work / "nowhere")))
-    with pytest.raises(ConfigError, match="--batch"):
-        run(ScoreConfig(work=str(work), batch=0))
