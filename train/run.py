@@ -51,6 +51,10 @@ NOT_NEGATIVE = ("cache_gb", "micro_batch", "ranks", "steps", "warmup", "eval_eve
                 "keep_every", "threads", "grad_clip", "lr", "wd")  # fmt: skip
 
 
+class LostContact(RunError):
+    """Another rank died, which knows why, or was killed; this one has nothing to add."""
+
+
 def run(config: TrainConfig) -> dict[str, Any]:
     """Train, or continue a run, or return the summary of a finished one.
 
@@ -138,7 +142,7 @@ def _join(config: TrainConfig, home: Path) -> dict[str, Any]:
     started = time.perf_counter()
     with world(config.device) as ranks:
         check_share(config, ranks.size)
-        with _prepared(config, home, ranks):
+        with _lost_contact(ranks), _prepared(config, home, ranks):
             barrier()
             finished = read_done(home)
             if finished is not None:
@@ -165,6 +169,19 @@ def _memory_errors(config: TrainConfig, ranks: World) -> Iterator[None]:
         raise RunError(
             f"the memory of {ranks.device} is full with {held} pairs at a time; use --micro-batch {max(1, held // 2)}, or "
             "--checkpointing; the run goes on from its newest checkpoint"
+        ) from error
+
+
+@contextlib.contextmanager
+def _lost_contact(ranks: World) -> Iterator[None]:
+    """Raises LostContact for what gloo and NCCL say when another rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if ranks.size == 1 or not LOST_CONTACT.search(str(error)):
+            raise
+        raise LostContact(
+            f"rank {ranks.rank} lost contact with another rank; what that one said last, or its host, tells why"
         ) from error
 
 
@@ -318,17 +335,17 @@ def main() -> None:
     home, rank = Path(run_folder(config.work, config.name)), ranks_from_env()[0]
     try:
         run(config)
+    except LostContact as error:
+        log.error("%s", error)
+        sys.exit(error.exit_code)
     except PairmillError as error:
         _leave_word(home, error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
-        if LOST_CONTACT.search(str(error)):  # the rank that it was lost to knows why, or was killed
-            log.error("rank %d lost contact with another rank", rank)
-        else:
-            log.exception("rank %d failed", rank)
-            _leave_word(home, RunError(f"rank {rank} failed: {type(error).__name__}: {error}; its traceback is above"))
+        log.exception("rank %d failed", rank)
+        _leave_word(home, RunError(f"rank {rank} failed: {type(error).__name__}: {error}; its traceback is above"))
         sys.exit(RunError.exit_code)
 
 
