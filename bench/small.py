@@ -36,12 +36,12 @@ class SmallList:
 
     latency = 0.0  # may be changed while pictures are served
 
-    def __init__(self, home: Path, pictures: int = 60) -> None:
+    def __init__(self, home: Path, pictures: int = 60, address: str = "127.0.0.1") -> None:
         self.home, self.pictures = home, pictures
         self.bodies = [_picture(number) for number in range(pictures)]
-        self._server = QuietServer(("127.0.0.1", 0), functools.partial(_Late, self))
+        self._server = QuietServer((address, 0), functools.partial(_Late, self))
         self.list = home / "list.parquet"
-        self.base = f"http://127.0.0.1:{self._server.server_port}"
+        self.base = f"http://{address}:{self._server.server_port}"
 
     def __enter__(self) -> SmallList:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -58,7 +58,7 @@ class SmallList:
         self._server.server_close()
 
     def settings(self, stage: str, work: str) -> dict[str, Any]:
-        """Of one stage: a dozen units of ingest and dedup, two dozen shards."""
+        """Of one stage: a dozen units of ingest and dedup, two dozen shards, fifteen checkpoints."""
         if stage == "ingest":
             return {
                 "work": work, "urls": str(self.list), "allow_private": True, "lang": False, "size": 64, "concurrency": 4,
@@ -66,6 +66,11 @@ class SmallList:
             }  # fmt: skip
         if stage == "shard":
             return {"work": work, "size": (48,), "samples_per_shard": max(1, self.pictures // 24)}
+        if stage == "train":
+            return {
+                "work": work, "model": "test-32", "batch_size": 12, "steps": 30, "precision": "fp32", "device": "cpu",
+                "threads": 1, "checkpoint_every": 2, "keep": 30,
+            }  # fmt: skip
         return {"work": work}
 
     def command(self, stage: str, work: str, *more: str, python: str = sys.executable) -> list[str]:
@@ -113,12 +118,13 @@ def results(work: str) -> dict[str, Any]:
     for name in folder.list("ingest/parts/*"):
         data = folder.read(name)
         found[name] = data if name.endswith(".tar") else _rows(data)
-    for name in ("dedup/decisions.parquet", "dedup/clusters.parquet"):
-        if folder.exists(name):
-            found[name] = folder.read(name)
+    for name in folder.list("dedup/*.parquet"):
+        found[name] = folder.read(name)
     for name in folder.list("shards/*"):
         if name.endswith((".tar", ".idx", ".parquet", ".json")) and not name.endswith("done.json"):
             found[name] = folder.read(name)
+    for name in folder.list("runs/main/checkpoints/*"):
+        found[name] = folder.read(f"{name}/model.safetensors")
     return found
 
 

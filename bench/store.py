@@ -25,7 +25,8 @@ Fault = Callable[[str, str], str]
 class Store:
     """`url` is its endpoint; `seen` counts requests by kind (`PUT`, `GET`, `HEAD`, `DELETE`, `POST`, `LIST`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        self._address = address
         self.seen: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.fault: Fault = lambda method, path: ""
@@ -47,9 +48,9 @@ class Store:
         behind.start()
         self._behind = behind.get_host_and_port()
         bucket = f"{bucket}-{self._behind[1]}"  # all servers of a process share one store
-        proxy = QuietServer(("127.0.0.1", 0), lambda *given: _Proxy(self, *given))
+        proxy = QuietServer((self._address, 0), lambda *given: _Proxy(self, *given))
         threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{proxy.server_port}"
+        self.url = f"http://{self._address}:{proxy.server_port}"
         try:
             self.ask("PUT", f"/{bucket}", b"", {})
             yield f"s3://{bucket}"

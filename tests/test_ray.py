@@ -33,18 +33,18 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallList]:
 @pytest.fixture(scope="module")
 def local(small: SmallList) -> dict[str, Any]:
     """What the local engine makes, with the same versions of all packages."""
-    stages_in_ray_s_environment(small, small.home / "local/work", 0, "no")
+    stages_in_ray_s_environment(small, small.home / "local/work", 0, "calm")
     return results(str(small.home / "local/work"))
 
 
 def stages_in_ray_s_environment(small: SmallList, work: Path, nodes: int, kill: str) -> dict[str, dict[str, Any]]:
-    """Run every stage on so many nodes, with none by the local engine; what tests/ray_stages.py says of each."""
+    """Run every stage on so many nodes, with none by the local engine; what bench/ray_nodes.py says of each."""
     home = work.parent / "home"  # where Ray would leave files of its own
     home.mkdir(parents=True)
     settings = work.parent / "settings.json"
     settings.write_text(json.dumps({stage: small.settings(stage, str(work)) for stage in STAGES}))
     environment = one_thread({"HOME": str(home), "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"})
-    command = [str(PYTHON), "tests/ray_stages.py", str(settings), str(nodes), kill]
+    command = [str(PYTHON), "-m", "bench.ray_nodes", str(settings), str(nodes), kill]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, dict[str, Any]] = {}
@@ -55,7 +55,7 @@ def stages_in_ray_s_environment(small: SmallList, work: Path, nodes: int, kill: 
 
 
 def test_one_node_makes_what_this_machine_makes(small: SmallList, local: dict[str, Any], tmp_path: Path) -> None:
-    said = stages_in_ray_s_environment(small, tmp_path / "work", 1, "no")
+    said = stages_in_ray_s_environment(small, tmp_path / "work", 1, "calm")
     assert results(str(tmp_path / "work")) == local
     assert said["ingest"]["summary"]["outcomes"] == {"ok": small.pictures}
     assert said["ingest"]["summary"]["cpu_seconds"] > 0

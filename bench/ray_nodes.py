@@ -1,9 +1,9 @@
 """Runs the data stages on a real Ray cluster of several nodes on this machine, killing a node in the middle of each.
 
-Run by tests/test_ray.py with the Python of `.peers/ray`; prints one JSON object a stage: the summary, the units that were
-there when the node died, and all of them.
+Run by tests/test_ray.py and bench/faults.py with the Python of `.peers/ray`; prints one JSON object a stage: the summary, the
+units there are, and of a killed node the units there were, those written again, and the seconds until the next one.
 
-    python tests/ray_stages.py SETTINGS.json NODES KILL
+    python -m bench.ray_nodes SETTINGS.json NODES kill|calm
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from ray.cluster_utils import Cluster
 from cli import STAGES
 from core.config import build
 
-PUBLISHED = {"ingest": "ingest/parts/*.parquet", "dedup": "dedup/signatures/*.parquet", "shard": "shards/*.tar"}
+PUBLISHED = {
+    "ingest": "ingest/parts/*.parquet", "score": "scores/*.parquet", "dedup": "dedup/signatures/*.parquet",
+    "shard": "shards/parts/*.parquet",
+}  # fmt: skip
 
 
 def main(settings: dict[str, dict[str, Any]], nodes: int, kill: bool) -> None:
@@ -47,7 +50,9 @@ def main(settings: dict[str, dict[str, Any]], nodes: int, kill: bool) -> None:
         if kill:
             killer.join()
             workers.append(_node(cluster))  # Ray starts nodes from the main thread only
-        found["units"] = len(list(Path(values["work"]).glob(PUBLISHED[stage])))
+        after = _published(stage, values["work"])
+        before = found.pop("before", {})
+        found |= {"units": len(after), "lost": sum(after.get(name) != when for name, when in before.items())}
         print(json.dumps({stage: found}, default=str), flush=True)
     ray.shutdown()
     cluster.shutdown()
@@ -72,10 +77,18 @@ def _node(cluster: Cluster) -> Any:
 
 def _kill_in_the_middle(cluster: Cluster, workers: list[Any], stage: str, work: str, found: dict[str, Any]) -> None:
     """Kill -9 a node and its workers once something is published."""
-    while not list(Path(work).glob(PUBLISHED[stage])):
+    while not _published(stage, work):
         time.sleep(0.002)
     cluster.remove_node(workers.pop(0), allow_graceful=False)
-    found["at_the_kill"] = len(list(Path(work).glob(PUBLISHED[stage])))
+    before, began = _published(stage, work), time.monotonic()
+    while _published(stage, work).keys() <= before.keys() and time.monotonic() < began + 60:
+        time.sleep(0.002)
+    found |= {"before": before, "at_the_kill": len(before), "went_on": round(time.monotonic() - began, 2)}
+
+
+def _published(stage: str, work: str) -> dict[str, int]:
+    """Units that are there, and when they were written."""
+    return {path.name: path.stat().st_mtime_ns for path in Path(work).glob(PUBLISHED[stage])}
 
 
 if __name__ == "__main__":
