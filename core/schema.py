@@ -65,8 +65,9 @@ def pair_fields() -> list[pa.Field]:
     """The columns of `ingest/parts/*.parquet`, one row an input row, before the source's own columns.
 
     `bytes`, `sha256` and `format` describe the body as received; `width`, `height` the picture as displayed (after
-    orientation, before resizing); `stored_*` and `tar_*` the image staged in the tar of the same name; `tar_offset` is
-    the byte position of the image data itself. `image_hash` is 32 bytes: 256 bits of a DCT hash.
+    orientation, before resizing); `stored_*` and `tar_*` the image staged in the tar of the same name: its pixels, hash and
+    checksum, and `tar_offset` is the byte position of the image data itself. `image_hash` is 32 bytes: 256 bits of a DCT
+    hash.
     """
     import pyarrow as pa
 
@@ -90,6 +91,8 @@ def pair_fields() -> list[pa.Field]:
         pa.field("height", pa.int32()),
         pa.field("stored_width", pa.int32()),
         pa.field("stored_height", pa.int32()),
+        pa.field("stored_sha256", pa.string()),
+        pa.field("stored_crc32", pa.uint32()),
         pa.field("tar", pa.string()),
         pa.field("tar_offset", pa.int64()),
         pa.field("tar_size", pa.int64()),
@@ -108,7 +111,8 @@ def pair_schema(source_columns: list[pa.Field] | None = None) -> pa.Schema:
 
 
 def decision_schema() -> pa.Schema:
-    """Schema of `dedup/decisions.parquet`: one row a pair that was fetched.
+    """Schema of the view `decisions`, one row a pair that was fetched, and of `dedup/decisions.parquet`, which leaves out
+    the pairs of `dedup/pairs.parquet` that stay and are like no other.
 
     `reason` is null for a kept pair, else the rule that dropped it (`image_duplicate`, `caption_duplicate`,
     `pair_duplicate`, `caption_cap`, `holdout`, `where`, `balance`, `against:SET`, or the name of a preset's rule).

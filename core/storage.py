@@ -7,6 +7,7 @@ whole file or none, also after kill -9 or on a full disk.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fnmatch
 import hashlib
@@ -279,6 +280,21 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def begin_writing(file: IO[bytes]) -> None:
+    """Let the disk begin with what was written to a local file, and wait for nothing: the fsync at its end has less to do.
+
+    A hint, and nothing where the system has no such call (Linux: sync_file_range).
+    """
+    if _SYNC_FILE_RANGE is not None:
+        _SYNC_FILE_RANGE(file.fileno(), 0, 0, _RANGE_WRITE)
+
+
+_SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _SYNC_FILE_RANGE is not None:
+    _SYNC_FILE_RANGE.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE
 
 
 def _open_store(url: str, **options: Any) -> tuple[Any, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
+import zlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,6 +46,8 @@ class Picture:
     height: int | None = None
     stored_width: int | None = None
     stored_height: int | None = None
+    stored_sha256: str | None = None
+    stored_crc32: int | None = None
     image_hash: bytes | None = None
     image_hash_mirrored: bytes | None = None
     data: bytes = b""
@@ -78,6 +81,8 @@ def _fill(picture: Picture, body: bytes, rules: Rules) -> None:
     else:
         picture.data = images.encode_jpeg(pixels, rules.quality)
         picture.stored_height, picture.stored_width = pixels.shape[:2]
+    picture.stored_sha256 = picture.sha256 if picture.data is body else hashlib.sha256(picture.data).hexdigest()
+    picture.stored_crc32 = zlib.crc32(picture.data)
 
 
 def check_size(width: int, height: int, rules: Rules) -> None:

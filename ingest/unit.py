@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 _KEPT = ["", "", {"outcome": str(Outcome.INTERNAL)}]  # a picture of the old tar, which a killed retry copies again
-_COPIED = ("sha256", "format", "width", "height", "stored_width", "stored_height", "image_hash", "image_hash_mirrored")
+_COPIED = (
+    "sha256", "format", "width", "height", "stored_width", "stored_height", "stored_sha256", "stored_crc32", "image_hash",
+    "image_hash_mirrored",
+)  # fmt: skip
 _OF_THE_LIST = ("uid", "unit", "row", "url", "caption", "caption_raw", "lang")
 
 

@@ -31,7 +31,7 @@ WITH kept AS (
     SELECT uid, bool_or(holdout) AS holdout, min(image_group) AS image_group FROM decisions WHERE kept GROUP BY uid
 )
 SELECT kept.holdout, kept.image_group, coalesce(sha256, tar || ':' || tar_offset) AS picture, unit, "row", uid, caption,
-    url, tar, tar_offset, tar_size, {source} AS source
+    url, tar, tar_offset, tar_size, stored_sha256, stored_crc32, {source} AS source
 FROM pairs JOIN kept USING (uid)
 WHERE outcome = 'ok' AND tar IS NOT NULL
 QUALIFY row_number() OVER (PARTITION BY uid ORDER BY unit, "row") = 1
@@ -44,7 +44,8 @@ FROM caption_rows GROUP BY holdout, image_group, picture
 """
 
 _ORDERED = """
-SELECT p.first_uid, r.uid, r.caption, r.url, r.tar, r.tar_offset, r.tar_size, r.image_group, r.source
+SELECT p.first_uid, r.uid, r.caption, r.url, r.tar, r.tar_offset, r.tar_size, r.stored_sha256, r.stored_crc32, r.image_group,
+    r.source
 FROM caption_rows r JOIN pictures p USING (holdout, image_group, picture)
 WHERE holdout = {holdout} {only}
 ORDER BY md5_number({seed} || ':' || p.first_uid), p.first_uid, r.unit, r."row"
@@ -171,6 +172,8 @@ _SCHEMA = pa.schema(
         pa.field("tar", pa.string()),
         pa.field("tar_offset", pa.int64()),
         pa.field("tar_size", pa.int64()),
+        pa.field("stored_sha256", pa.string()),
+        pa.field("stored_crc32", pa.uint32()),
         pa.field("image_group", pa.string()),
         pa.field("source", pa.string()),
     ]

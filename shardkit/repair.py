@@ -143,7 +143,10 @@ class _Set:
     def _rows(self, unit: Unit) -> list[Row]:
         """The plan's rows of one shard, without those that were left out when it was packed."""
         rows = read_plan(self.work, PLANS[self.kind], unit)
-        return [row for row in rows if not self.index or row["uid"] in self.index]
+        if not self.index:
+            return rows
+        # bodies come from anywhere then, and have been compared with the index instead of with what ingest staged
+        return [{**row, "stored_sha256": None, "stored_crc32": None} for row in rows if row["uid"] in self.index]
 
     def _bodies(self, shard: Shard, rows: list[Row]) -> Iterator[bytes]:
         if not self.index:

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,8 +28,8 @@ from core import images
 from core.errors import DataError, ImageError
 from core.plan import Unit
 from core.runner import tick
-from core.schema import sample_schema
-from core.storage import Folder
+from core.schema import Outcome, sample_schema
+from core.storage import Folder, begin_writing
 from shardkit.index import Shard, dali_index
 from shardkit.ranges import RangeReader
 from shardkit.tar import Member, TarWriter
@@ -41,6 +41,8 @@ log = logging.getLogger("pairmill.shardkit")
 Row = dict[str, Any]
 NOTE = b"pairmill"  # key of a part's own figures in its Parquet metadata
 _PLAIN_KEY = re.compile(r"[0-9A-Za-z_-]{1,90}")  # no dots or spaces; KEY.json stays within a tar name of 100 bytes
+_BUFFER = 1 << 20
+_BEGIN = 4 << 20
 _AT_ONCE = 64  # pictures asked of an object store together, and told to the progress line together
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 # null for a NaN, which DuckDB and Python write and few other readers of JSON take
@@ -138,7 +140,10 @@ def fill(
     """
     left_out, done = [], 0
     for row, body in zip(rows, bodies, strict=True):
+        crc32, known = zlib.crc32(body), row["stored_crc32"]
         try:
+            if known is not None and known != crc32:
+                raise ImageError(Outcome.CORRUPT, f"its bytes in {row['tar']} are not those that were staged")
             fitted = fit(body, sizes, quality)
         except ImageError as error:
             log.warning("shard: %s is left out (%s)", row["uid"], error)
@@ -146,8 +151,14 @@ def fill(
         else:
             source = _SOURCE.decode(row["source"]) if row["source"] != "{}" else {}
             for output, picture in zip(outputs, fitted, strict=True):
-                output.add(row, source, picture)
-                output.copied += picture.data is body
+                if picture.data is body:
+                    # ingest has hashed these very bytes, as the crc32 tells: a third of the cost of copying them
+                    sha256 = row["stored_sha256"] if known is not None else hashlib.sha256(body).hexdigest()
+                    output.add(row, source, picture, sha256, crc32)
+                    output.copied += 1
+                else:
+                    sha256 = hashlib.sha256(picture.data).hexdigest()
+                    output.add(row, source, picture, sha256, zlib.crc32(picture.data))
         done += 1
         if done % _AT_ONCE == 0:
             tick(_AT_ONCE)
@@ -155,8 +166,7 @@ def fill(
     return left_out
 
 
-@dataclass(frozen=True, slots=True)
-class Fitted:
+class Fitted(NamedTuple):
     """A JPEG that fits, with its size in pixels."""
 
     data: bytes
@@ -199,14 +209,18 @@ class Output:
     def __init__(self, path: Path, shard: str) -> None:
         self.shard, self.rows, self.members = shard, list[Row](), list[list[Member]]()
         self.copied = self.bytes = 0
-        self._file = path.open("wb")
+        self._file = path.open("wb", buffering=_BUFFER)
         self._digest = hashlib.sha256()
         self._tar = TarWriter(self)
+        self._begun = 0
 
     def write(self, data: bytes) -> None:
         """What the tar is written to: hashed and stored at once."""
         self._digest.update(data)
         self._file.write(data)
+        if self._tar.position - self._begun >= _BEGIN:
+            self._begun = self._tar.position
+            begin_writing(self._file)
 
     def __enter__(self) -> Output:
         return self
@@ -216,22 +230,22 @@ class Output:
             if kind is None:
                 self.bytes = self._tar.finish()
 
-    def add(self, row: Row, source: dict[str, Any], image: Fitted) -> None:
+    def add(self, row: Row, source: dict[str, Any], image: Fitted, sha256: str, crc32: int) -> None:
         """Append one sample: the picture, its first caption, and what is known of it (`source`: the list's own columns)."""
-        key, data = sample_key(row["uid"]), image.data
+        key = sample_key(row["uid"])
         ours = {
             "uid": row["uid"], "uids": row["uids"], "url": row["url"], "captions": row["captions"], "width": image.width,
-            "height": image.height, "sha256": hashlib.sha256(data).hexdigest(), "image_group": row["image_group"],
+            "height": image.height, "sha256": sha256, "image_group": row["image_group"],
         }  # fmt: skip
         notes = ours | {name: value for name, value in source.items() if name not in ours} if source else ours
         caption = row["captions"][0]
         add = self._tar.add
-        jpg = add(f"{key}.jpg", data)
+        jpg = add(f"{key}.jpg", image.data)
         self.members.append(
             [jpg, add(f"{key}.txt", caption.encode()), add(f"{key}.json", _JSON.encode(notes).encode())]
         )
         place = {"shard": self.shard, "key": key, "jpg_offset": jpg.offset, "jpg_size": jpg.size}
-        self.rows.append(ours | place | {"caption": caption, "crc32": zlib.crc32(data)})
+        self.rows.append(ours | place | {"caption": caption, "crc32": crc32})
 
     @functools.cached_property
     def index(self) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +93,8 @@ class World:
                 pair | {
                     "unit": unit, "row": row, "caption_raw": pair["caption"], "outcome": "ok", "bytes": len(body),
                     "sha256": hashlib.sha256(body).hexdigest(), "format": "jpeg", "tar": name,
-                    "tar_offset": places[pair["url"]], "tar_size": len(body),
+                    "tar_offset": places[pair["url"]], "tar_size": len(body), "stored_crc32": zlib.crc32(body),
+                    "stored_sha256": hashlib.sha256(body).hexdigest(),
                 }
             )  # fmt: skip
         failed = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -227,6 +228,28 @@ def test_large_pictures_are_resized_and_broken_ones_left_out(tmp_path: Path) -> 
     left_out = [json.loads(line) for line in (tmp_path / "shards/left_out.jsonl").read_text().splitlines()]
     assert broken[0] in {row["uid"] for row in left_out}
     assert any(row["reason"].startswith("truncated") for row in left_out)
+
+
+def test_a_staged_picture_that_has_changed_is_left_out_and_one_without_sums_is_hashed(tmp_path: Path) -> None:
+    world = World(tmp_path, units=1)
+    for number in range(3):
+        world.add(number, [f"picture {number}"])
+    world.write()
+    part = tmp_path / "ingest/parts/u000000.parquet"
+    table = pq.read_table(part)
+    pairs = [row for row in table.to_pylist() if row["outcome"] == "ok"]
+    with (tmp_path / pairs[1]["tar"]).open("r+b") as file:
+        file.seek(pairs[1]["tar_offset"] + pairs[1]["tar_size"] - 9)  # in the scan, where the picture still decodes
+        file.write(b"\x55")
+    rows_without = [row | ({"stored_crc32": None, "stored_sha256": None} if row["uid"] == pairs[2]["uid"] else {})
+                    for row in table.to_pylist()]  # fmt: skip
+    pq.write_table(type(table).from_pylist(rows_without, schema=table.schema), part)
+    assert shard(tmp_path)["left_out"] == 1
+    (left_out,) = [json.loads(line) for line in (tmp_path / "shards/left_out.jsonl").read_text().splitlines()]
+    assert left_out["uid"] == pairs[1]["uid"] and "not those that were staged" in left_out["reason"]
+    assert {row["uid"]: row["sha256"] for row in rows(tmp_path)} == {
+        pair["uid"]: hashlib.sha256(world.pictures[pair["url"]]).hexdigest() for pair in (pairs[0], pairs[2])
+    }
 
 
 def test_a_key_json_is_json_whatever_the_source_holds(tmp_path: Path) -> None:
