@@ -6,9 +6,9 @@ of published units) something fails: workers or the driver are killed with SIGKI
 the object store fails, the network is cut for some seconds (the stage runs in a network namespace, its store and its web
 servers outside), the clock jumps by up to a day either way (libfaketime), a node of a Ray cluster is killed, a finished file
 is damaged. The command is then started again where it ended, as the guide says (after a damaged file is removed or repaired,
-where the error says so). Lost are units that were published before and were written again; seconds until it went on run from
-the fault (or its end, of networks and stores) to the next published unit, or to the end of the stage. The results must be
-those of the undisturbed run: bytes, and rows without what passes (attempts, times).
+where the error says so). Counted are finished units that were done again (Ray repeats one whose node died between its
+publishing and its report), and the seconds from the fault (of networks and stores, from its end) to the next published unit or
+the end of the stage. The results must be those of the undisturbed run: bytes, and rows without what passes (attempts, times).
 
 Needs root (tmpfs, namespaces), Debian's `faketime` and `python -m bench.peers ray`; kinds that cannot be had here are named and
 left out.
@@ -472,7 +472,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             float(lost),
             goal=1.0,
             at_least=False,
-        ),  # fmt: skip
+        ),
         claim("share of faults after which the results are those of an undisturbed run", same, goal=1.0, at_least=True),
         claim("seconds until the slowest stage went on after a fault", slowest, goal=60.0, at_least=False),
     ]
