@@ -1,13 +1,13 @@
 """`diagnose` against eight causes made on purpose: is the verdict right, and does the first fix gain what was predicted?
 
-Made are: a slow disk (reads wait as long as at 80 kB/s), a slow network (an HTTP server that shapes what it
-sends), too few decode threads, pictures far too large, one rank with a slow disk, a batch too small for its overhead,
-collectives that each take 40 ms longer, and a model that keeps the machine busy. For those that a fix of the loader
+Made are: a slow disk (reads wait as long as at 80 kB/s), a slow network (an HTTP server that shapes what it sends), one
+decode thread where eight cores are, pictures far too large, one rank with a slow disk, a batch too small for its
+overhead, collectives that each take 40 ms longer, and a model that keeps the machine busy. For those that a fix of the loader
 helps, `--apply` measures what it gains. Two ranks of one thread each stand for several machines.
 
     python -m bench.diagnose [--seconds 6] [--only slow_disk ...] [--record FILE] [--json]
 
-About 5 minutes on 2 cores. On a busy machine the verdicts hold, the gains do not. `--record` writes the evidence that
+About 5 minutes on 2 cores. On a busy machine the verdicts hold, the gains do not. `--record` adds to the evidence that
 tests/train/test_judge.py judges again.
 """
 
@@ -37,13 +37,15 @@ from shardkit.config import ShardConfig
 from shardkit.pack import run as pack
 from shardkit.ranges import RangeReader
 from tests.shardkit.parts import World
-from train import diagnose, models
+from train import decode_cpu, diagnose, models
 from train.config import DiagnoseConfig, TrainConfig
 from train.distributed import launch_ranks
 from train.models import ModelConfig
 
 SLOW_BYTES_S = 80e3
 LATE_S = 0.04
+PICTURE_S = 0.004
+IDLE_CORES = 8
 # A wide input and almost nothing behind it: what decoding costs is all there is.
 LIGHT = ModelConfig(32, 224, 56, 32, 1, 2, 32, 1, 2)
 
@@ -84,12 +86,13 @@ def make_set(work: Path, pictures: int, side: int) -> Path:
 
 
 @contextlib.contextmanager
-def slow_disk() -> Iterator[None]:
-    """Reads of shards on the local disk come through a slow line."""
+def slow_disk(work: Path) -> Iterator[None]:
+    """Reads of shards below `work` come through a slow line; those of a copy elsewhere do not."""
     whole, line = RangeReader.read, Line(SLOW_BYTES_S)
 
     def read(self: RangeReader, name: str, offset: int, size: int) -> bytes:
-        line.carry(size)
+        if self.folder.path(name).startswith(str(work)):
+            line.carry(size)
         return whole(self, name, offset, size)
 
     RangeReader.read = read  # type: ignore[method-assign]
@@ -97,6 +100,23 @@ def slow_disk() -> Iterator[None]:
         yield
     finally:
         RangeReader.read = whole  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def idle_cores() -> Iterator[None]:
+    """Eight cores, of which a picture takes one for 4 ms: on two real ones the model has what one thread leaves, and a second
+    one gains nothing."""
+    render, affinity = decode_cpu.render, os.sched_getaffinity
+
+    def slowly(picture: decode_cpu.Picture, size: int) -> Any:
+        time.sleep(PICTURE_S)
+        return render(picture, size)
+
+    decode_cpu.render, os.sched_getaffinity = slowly, lambda _: set(range(IDLE_CORES))
+    try:
+        yield
+    finally:
+        decode_cpu.render, os.sched_getaffinity = render, affinity
 
 
 @contextlib.contextmanager
@@ -171,7 +191,7 @@ def one_rank(trouble: str, values: str) -> None:
 
     with contextlib.ExitStack() as stack:
         if trouble == "slow_rank" and os.environ["RANK"] == "1":
-            stack.enter_context(slow_disk())
+            stack.enter_context(slow_disk(Path(json.loads(values)["work"])))
         if trouble == "slow_collectives":
             for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
                 setattr(dist, name, late(getattr(dist, name)))
@@ -201,7 +221,7 @@ def causes(home: Path, seconds: float) -> dict[str, tuple[str, Callable[[], dict
 
     def disk() -> dict[str, Any]:
         work = make_set(home / "disk", 512, 56)
-        with slow_disk():
+        with slow_disk(work):
             return trial(work, model="tiny-48", batch_size=16, apply=1)
 
     def network() -> dict[str, Any]:
@@ -209,13 +229,15 @@ def causes(home: Path, seconds: float) -> dict[str, tuple[str, Callable[[], dict
         with slow_server(work / "shards") as url:
             return trial(work, shards=url, model="tiny-48", batch_size=16, apply=1)
 
+    def threads() -> dict[str, Any]:
+        work = make_set(home / "few", 512, 56)
+        with idle_cores():
+            return trial(work, model="tiny-48", batch_size=64, threads=1, apply=1)
+
     return {
         "slow_disk": ("read_bound", disk),
         "slow_network": ("read_bound", network),
-        "few_threads": (
-            "decode_bound",
-            lambda: trial(make_set(home / "few", 512, 240), model="light-224", batch_size=64, threads=1, apply=1),
-        ),
+        "few_threads": ("decode_bound", threads),
         "large_pictures": (
             "decode_bound",
             lambda: trial(make_set(home / "large", 256, 700), model="light-224", batch_size=32, apply=1),
@@ -234,7 +256,7 @@ def causes(home: Path, seconds: float) -> dict[str, tuple[str, Callable[[], dict
         ),
         "compute": (
             "not_input_bound",
-            lambda: trial(make_set(home / "compute", 512, 128), model="small-112", batch_size=64),
+            lambda: trial(make_set(home / "compute", 256, 224), model="ViT-B-32", batch_size=16),
         ),
     }  # fmt: skip
 
@@ -289,7 +311,9 @@ def main() -> None:
     found = bed(arguments.seconds, arguments.only)
     if arguments.record:
         kept = {cause: {key: page[key] for key in ("expected", "measured", "applied")} for cause, page in found.items()}
-        Path(arguments.record).write_text(json.dumps(kept, indent=1) + "\n")
+        file = Path(arguments.record)
+        before = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(before | kept, indent=1) + "\n")
     right = sum(page["right"] for page in found.values())
     claims = [claim("causes told right, of those made", right, goal=len(found), at_least=True)]
     claims += [

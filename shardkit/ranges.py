@@ -19,7 +19,7 @@ class RangeReader:
     """
 
     def __init__(self, folder: Folder, cached: Callable[[str], str] | None = None) -> None:
-        self._folder, self._cached = folder, cached
+        self.folder, self._cached = folder, cached
         self._open: OrderedDict[str, _Descriptor] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -29,10 +29,10 @@ class RangeReader:
         Raises:
             OSError: the file is not there or cannot be read.
         """
-        path = self._folder.path(name)
+        path = self.folder.path(name)
         if "://" in path:
             if self._cached is None:
-                return self._folder.read_range(name, offset, size)
+                return self.folder.read_range(name, offset, size)
             path = self._cached(name)
         descriptor = self._descriptor(path)
         data = os.pread(descriptor.number, size, offset)

@@ -65,9 +65,13 @@ def run(config: DiagnoseConfig) -> dict[str, Any]:
     evidence = dataclasses.replace(evidence, remote="://" in str(shards), quarantined=quarantined)
     if observed is not None:
         evidence = dataclasses.replace(
-            evidence, run_wait_share=observed.wait_share, straggler=observed.straggler, comm_share=observed.comm_share
-        )
+            evidence, run_wait_share=observed.wait_share, straggler=observed.straggler, comm_share=observed.comm_share,
+            common_wait=observed.common_wait,
+        )  # fmt: skip
     found = judge(evidence)
+    if bench:
+        evidence = dataclasses.replace(evidence, rehearsed=_rehearse(bench, found["fixes"], config.seconds))
+        found = judge(evidence)
     summary = {
         **found,
         "split": _trial_split(both) if both else _split(rows),
@@ -160,6 +164,7 @@ def _observed(rows: list[dict[str, Any]]) -> Evidence:
         rate=sum(rates) / len(rates) if rates else 0.0,
         reading_share=mean("reader") / decoding,
         comm_share=mean("comm", "min") / step if several else None,
+        common_wait=mean("decode", "min") / step if several else None,
         straggler=_straggler(rows, step) if several else None,
         cores=cores(),
         threads=cores(),
@@ -234,7 +239,6 @@ def _try(bench: Bench, seconds: float, precision: str) -> tuple[Evidence, Trial]
     computed = bench.compute(held, seconds)
     double = bench.double(held, seconds)
     oversize = bench.pictures.pixels / bench.shape.image_size**2
-    small = bench.smaller(seconds / 4) if oversize > OVERSIZE else None
     both = bench.both(seconds)
     busy = both.places["decode_busy"]
     decoding = busy["sum"] + both.places["reader"]["sum"]
@@ -248,11 +252,7 @@ def _try(bench: Bench, seconds: float, precision: str) -> tuple[Evidence, Trial]
         loader_rate=loaded.rate,
         read_rate=read.rate,
         decode_rate=_alone(loaded.places["decode_busy"], bench.batch_size),
-        small_rate=small.rate if small else None,
-        small_bytes=small.bytes if small else None,
-        small_cpu=small.cpu if small else None,
-        model_cpu=computed.cpu,
-        loader_cpu=loaded.cpu,
+        small_bytes=bench.small_bytes() if oversize > OVERSIZE else None,
         reading_share=both.places["reader"]["sum"] / decoding if decoding else 0.0,
         gpu=bench.device.type == "cuda",
         threads=bench.threads,
@@ -262,6 +262,17 @@ def _try(bench: Bench, seconds: float, precision: str) -> tuple[Evidence, Trial]
         precision=precision,
     )
     return evidence, both
+
+
+def _rehearse(bench: Bench, fixes: list[dict[str, Any]], seconds: float) -> dict[str, float]:
+    """Pairs a second of the loop with each fix that can be tried from here."""
+    from train import remedies
+
+    rates = {}
+    for kind in (fix["apply"] for fix in fixes if fix["apply"]):
+        log.info("diagnose: rehearsing the fix %r on pictures in memory", kind)
+        rates[kind] = remedies.rehearse(kind, bench, seconds).rate
+    return rates
 
 
 def _double_gain(single: Trial, double: Trial) -> float:

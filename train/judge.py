@@ -6,7 +6,9 @@ a step that it costs; the heaviest above its threshold is the verdict, and below
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 # Share of a step from which on a cause is worth an afternoon.
@@ -56,19 +58,18 @@ class Evidence:
     read_rate: float | None = None
     decode_rate: float | None = None
     """Decoding and tokenising alone, without waiting for bytes."""
-    small_rate: float | None = None
-    """The same on the same pictures, stored as small as the model needs them."""
     small_bytes: float | None = None
-    """Bytes of such a picture over those of one as it is stored."""
-    model_cpu: float | None = None
-    loader_cpu: float | None = None
-    small_cpu: float | None = None
+    """Bytes of a picture stored as small as the model needs it over those of one as it is stored."""
+    rehearsed: Mapping[str, float] = field(default_factory=dict)
+    """The loop with each fix that can be tried, by `Fix.apply`, on pictures in memory (`train.remedies`)."""
     reading_share: float = 0.0
     """Share of the decoder's time spent waiting for bytes."""
     run_wait_share: float | None = None
     """Of the run, where `wait_share` is of the trials."""
     comm_share: float | None = None
     """Share of the run's step in which collectives held up even the rank that waits for no other."""
+    common_wait: float | None = None
+    """Share of the run's step in which even the rank that waits least waited for a batch."""
     straggler: Straggler | None = None
     gpu: bool = False
     remote: bool = False
@@ -120,8 +121,9 @@ def losses(e: Evidence) -> dict[str, float]:
     A small batch and shared cores cost nothing while the loop waits for data anyway.
     """
     waiting = "read_bound" if _reading_limits(e) else "decode_bound"
+    alone = e.straggler is not None and e.straggler.place == "decode"  # then only one rank's data comes late
     lost: dict[str, float | None] = {
-        waiting: e.wait_share,
+        waiting: e.common_wait if alone else e.wait_share,
         "copy_bound": e.h2d_share,
         "communication_bound": e.comm_share,
         "straggler": e.straggler.lost if e.straggler else None,
@@ -208,14 +210,14 @@ def fixes(verdict: str, e: Evidence) -> list[Fix]:
         return [Fix("copies", "decode on the GPU: --decode dali, so that compressed bytes are copied")]
     if verdict == "overhead_bound" and e.model_rate:
         words = "a larger batch (--batch-size), or --micro-batch 0 where memory allows it"
-        fix = Fix("small_batch", words, gain_of(e, model=e.double_rate), "batch")
+        fix = Fix("small_batch", words, gain_of(e, "batch"), "batch")
         return [fix, Fix("small_batch", "--compile, which joins small operations")] if e.gpu else [fix]
     if verdict == "read_bound":
         cause = "slow_network" if e.remote else "slow_disk"
         words = "copy the shards to a local SSD"
         if e.remote:
             words += ", or let --cache-gb hold them all: from the second epoch on they then are there"
-        fix = Fix(cause, words, gain_of(e, read=float("inf")), "local")
+        fix = Fix(cause, words, gain_of(e, "local"), "local")
         return [fix, *_smaller(e)]
     if verdict == "decode_bound":
         return _decode_fixes(e)
@@ -230,9 +232,8 @@ def fixes(verdict: str, e: Evidence) -> list[Fix]:
 def _decode_fixes(e: Evidence) -> list[Fix]:
     found = _smaller(e)
     if e.threads < e.cores:
-        decode = e.decode_rate * e.cores / e.threads if e.decode_rate else None
         words = f"use every core: --threads {e.cores}"
-        found.append(Fix("few_threads", words, gain_of(e, decode=decode), "threads"))
+        found.append(Fix("few_threads", words, gain_of(e, "threads"), "threads"))
     if e.gpu:
         found.append(Fix("slow_cores", "decode on the GPU: --decode dali"))
     if e.progressive > PROGRESSIVE:
@@ -245,30 +246,14 @@ def _smaller(e: Evidence) -> list[Fix]:
     if e.oversize <= OVERSIZE:
         return []
     words = f"pack smaller pictures: they have {e.oversize:.1f} times the model's area (ingest or shard --size)"
-    read = e.read_rate / e.small_bytes if e.read_rate and e.small_bytes else e.read_rate
-    gain = gain_of(e, decode=e.small_rate, read=read, loader_cpu=e.small_cpu)
-    return [Fix("large_pictures", words, gain, "smaller")]
+    return [Fix("large_pictures", words, gain_of(e, "smaller"), "smaller")]
 
 
-def gain_of(
-    e: Evidence,
-    *,
-    read: float | None = None,
-    decode: float | None = None,
-    model: float | None = None,
-    loader_cpu: float | None = None,
-) -> float | None:
-    """Gain where the stages named deliver these rates and the others stay; None where a stage's rate is not known.
-
-    The slowest of all decides. So do the cores that loader and model share: a pair's CPU seconds over all cores.
-    """
-    read, decode, model = read or e.read_rate, decode or e.decode_rate, model or e.model_rate
-    if read is None or decode is None or model is None or not e.rate:
+def gain_of(e: Evidence, fix: str) -> float | None:
+    """What the rehearsal of a fix promises where bytes go on coming as they do; None where there was none."""
+    if fix not in e.rehearsed or not e.rate:
         return None
-    limits = [read, decode, model]
-    loader_cpu = loader_cpu or e.loader_cpu
-    if loader_cpu and e.model_cpu:
-        # a larger batch also spares the CPU what it spares the model
-        model_cpu = e.model_cpu * (e.model_rate / model if e.model_rate else 1.0)
-        limits.append(e.cores / (loader_cpu + model_cpu))
-    return max(0.0, min(limits) / e.rate - 1)
+    read = e.read_rate or math.inf
+    if fix == "smaller" and e.small_bytes:
+        read /= e.small_bytes
+    return max(0.0, min(e.rehearsed[fix], math.inf if fix == "local" else read) / e.rate - 1)

@@ -1,7 +1,7 @@
 """Three short trials on the user's own shards, model and machine: loader alone, model alone, both together.
 
-Around them some shorter ones, which say what a fix would change: bytes alone, the model with twice the pairs at a time,
-decoding the same pictures stored smaller. Each uses the parts of the real loop (`train.data`, `train.gradcache`,
+Around them shorter ones: bytes alone, the model with twice the pairs at a time, and a rehearsal of each fix
+(`train.remedies`). Each uses the parts of the real loop (`train.data`, `train.gradcache`,
 `train.optim`), for one rank. Rates are pairs a second of this rank; the first steps of each trial are left out, as they
 fill queues and caches.
 """
@@ -25,7 +25,7 @@ from core.runner import cores
 from shardkit.reader import Batch as RawBatch
 from shardkit.reader import BatchReader, Sample, ShardSet
 from train.config import TrainConfig
-from train.data import QUEUE_DEPTH, Augment, Batch, Loader, Plan, Preparer, Quarantine, make_decoder
+from train.data import QUEUE_DEPTH, Batch, Loader, Plan, Preparer, Quarantine, make_decoder
 from train.distributed import keep_freed_memory
 from train.gradcache import gradcache_step
 from train.guard import clip_by_tower
@@ -44,14 +44,13 @@ QUALITY = 90  # of a JPEG stored smaller
 
 @dataclass(frozen=True)
 class Trial:
-    """What one trial measured: pairs a second, steps counted, seconds by place (sums over those steps), CPU seconds of
-    this process a pair, and how many decoded batches stood ready on the mean."""
+    """What one trial measured: pairs a second, steps counted, seconds by place (sums over those steps), and how many decoded
+    batches stood ready on the mean."""
 
     rate: float
     steps: int
     seconds: float
     places: dict[str, dict[str, float]]
-    cpu: float = 0.0
     ready: float = 0.0
 
     def share(self, place: str) -> float:
@@ -69,16 +68,6 @@ class Pictures:
     """Mean pixels of a stored picture."""
     samples: list[Sample]
     """Those that were looked at."""
-
-
-@dataclass(frozen=True)
-class Smaller:
-    """The pictures looked at, stored as small as the model needs them: pairs a second of decoding and tokenising, CPU
-    seconds a pair, bytes over those of the pictures as they are."""
-
-    rate: float
-    cpu: float
-    bytes: float
 
 
 class Bench:
@@ -131,20 +120,11 @@ class Bench:
         except torch.OutOfMemoryError:
             return None
 
-    def smaller(self, seconds: float) -> Smaller:
-        """Decoding and tokenising of pictures that fit the model."""
-        samples = [shrunk(sample, self.shape.image_size) for sample in self.pictures.samples if sample.ok]
-        decoder = make_decoder(self.config.decode, self.shape.image_size, self.threads, len(samples), self.device)
-        view_of = Augment(0, 0, self.config.crop, self.config.flip, self.config.colour)
-        with contextlib.closing(decoder):
-            preparer = Preparer(decoder, Tokenizer(), self.shape.context)
-
-            def once() -> bool:
-                return bool(preparer.prepare(0, samples, view_of)[0].uids)
-
-            trial = self._timed(once, seconds, {}, skip=WARM_STEPS, pairs=len(samples) / self.batch_size)
-        small, stored = (sum(len(s.data) for s in group) for group in (samples, self.pictures.samples))
-        return Smaller(trial.rate, trial.cpu, small / max(1, stored))
+    def small_bytes(self) -> float:
+        """Bytes of the pictures looked at, stored as small as the model needs them, over their bytes as they are."""
+        stored = [sample for sample in self.pictures.samples if sample.ok]
+        small = sum(len(shrunk(sample, self.shape.image_size).data) for sample in stored)
+        return small / max(1, sum(len(sample.data) for sample in stored))
 
     def both(self, seconds: float) -> Trial:
         """The real loop."""
@@ -180,12 +160,13 @@ class Bench:
                 break
         for series in places.values():
             series.take()
-        start, spent, steps = time.perf_counter(), time.process_time(), 0
+        start, steps = time.perf_counter(), 0
         while (steps == 0 or time.perf_counter() - start < seconds) and once():
             steps += 1
-        elapsed, spent = time.perf_counter() - start, time.process_time() - spent
-        done = steps * pairs * self.batch_size
-        return Trial(done / elapsed, steps, elapsed, {n: s.take() for n, s in places.items()}, spent / max(1.0, done))
+        elapsed = time.perf_counter() - start
+        return Trial(
+            steps * pairs * self.batch_size / elapsed, steps, elapsed, {n: s.take() for n, s in places.items()}
+        )
 
     @contextlib.contextmanager
     def _loader(self, epoch: int) -> Iterator[Loader]:

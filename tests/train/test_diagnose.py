@@ -164,9 +164,10 @@ def test_a_diagnosis_from_trials_alone(tmp_path: Path) -> None:
     )
     assert found["data"] == {"progressive": 0.0, "oversize": pytest.approx(384 * 288 / 32**2), "quarantined": 0}
     known = found["measured"]
-    rates = ("rate", "read_rate", "decode_rate", "loader_rate", "model_rate", "double_rate", "small_rate")
+    rates = ("rate", "read_rate", "decode_rate", "loader_rate", "model_rate", "double_rate")
     assert all(known[name] > 0 for name in rates)
-    assert all(known[name] > 0 for name in ("model_cpu", "loader_cpu", "small_cpu"))
+    tried = {fix["apply"] for fix in found["fixes"] if fix["apply"]}
+    assert set(known["rehearsed"]) == tried and all(rate > 0 for rate in known["rehearsed"].values())
     assert 0 < known["small_bytes"] < 0.5
     assert sum(found["split"][place]["share"] for place in diagnose.PLACES) == pytest.approx(1, abs=0.2)
     assert [stage["slowest"] for stage in found["stages"]].count(True) == 1
@@ -187,7 +188,7 @@ def test_every_remedy_can_be_tried(tmp_path: Path, kind: str) -> None:
 
 def test_a_copy_holds_the_same_pairs_in_smaller_pictures(tmp_path: Path) -> None:
     bench = bench_of(make_large(tmp_path))
-    with remedies._copied(bench, lambda sample: shrunk(sample, 32)) as folder:
+    with remedies._copied("smaller", bench, remedies._in_time(bench)) as folder:
         copied = ShardSet.open(folder)
         assert len(copied) == len(bench.shard_set)
         assert [copied.captions(i) for i in range(len(copied))] == [
