@@ -172,10 +172,9 @@ def full_disk(trial: Trial) -> None:
     disk = Path(trial.work).parent
     process = start(trial.command(), trial.environment)
     trial.until(process)
-    usage = os.statvfs(disk)
-    _mount(disk, f"remount,size={(usage.f_blocks - usage.f_bfree + 1) * usage.f_frsize}")
+    _mount(disk, lambda: f"remount,size={_used(disk) + 4096}")
     _one_sentence(trial, process)
-    _mount(disk, "remount,size=200m")
+    _mount(disk, lambda: "remount,size=200m")
     trial.finish()
 
 
@@ -187,9 +186,9 @@ def read_only_disk(trial: Trial) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    _mount(disk, "remount,ro")
+    _mount(disk, lambda: "remount,ro")
     _one_sentence(trial, start(trial.command(), trial.environment))
-    _mount(disk, "remount,rw")
+    _mount(disk, lambda: "remount,rw")
     trial.finish()
 
 
@@ -199,12 +198,18 @@ def _one_sentence(trial: Trial, process: subprocess.Popen[str]) -> None:
         raise RuntimeError(f"{trial.stage} ended with {process.returncode}: {said[-2000:]}")
 
 
-def _mount(disk: Path, options: str) -> None:
-    for _ in range(100):  # busy with a file that is being written, for a moment
-        if not (done := subprocess.run(["mount", "-o", options, str(disk)], capture_output=True, text=True)).returncode:
+def _used(disk: Path) -> int:
+    usage = os.statvfs(disk)
+    return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
+
+
+def _mount(disk: Path, options: Callable[[], str]) -> None:
+    for _ in range(100):  # busy with a file that is being written, or fuller than a moment ago
+        command = ["mount", "-o", options(), str(disk)]
+        if not (done := subprocess.run(command, capture_output=True, text=True)).returncode:
             return
         time.sleep(0.02)
-    raise RuntimeError(f"mount -o {options} failed: {done.stderr}")
+    raise RuntimeError(f"{' '.join(command)} failed: {done.stderr}")
 
 
 def store_fails(trial: Trial) -> None:
