@@ -52,6 +52,8 @@ PEERS = {
     "dedup": Peer(("datasketch==2.0.0", "rensa==0.5.0", "pyarrow"), ("datasketch", "rensa")),
     "webdataset0": Peer(("webdataset==0.2.86", "pillow"), ("webdataset",)),
     "webdataset1": Peer(("webdataset==1.0.2", "pillow"), ("webdataset",)),
+    # what `train --log` shows runs in; tests put these packages behind our own
+    "boards": Peer(("tensorboard==2.21.0", "wandb==0.31.0"), ("tensorboard", "wandb")),
     # pairmill itself beside Ray, whose workers import it; at the versions that everything else is tested with
     "ray": Peer(
         ("--constraint", "requirements.lock", "--editable", ".[ray,s3]", "ray[default]==2.60.0"), ("ray", "core.runner")

@@ -14,9 +14,11 @@ import io
 import json
 import logging
 import math
+import pickle
 import re
 import warnings
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +44,12 @@ IMAGE_POSITIONS = ("visual.positional_embedding", "visual.attnpool.positional_em
 # Numbers and buffers that OpenAI's files and older open_clip files carry beside the parameters.
 OPENAI_MARK = "input_resolution"
 NOT_PARAMETERS = frozenset({OPENAI_MARK, "context_length", "vocab_size", "attn_mask"})
+
+# Types of the tensors in a TorchScript archive.
+STORAGES = {
+    "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16", "DoubleStorage": "float64",
+    "LongStorage": "int64", "IntStorage": "int32", "BoolStorage": "bool",
+}  # fmt: skip
 
 # What a plain ViT of open_clip may say of itself: the sizes, what only training or another pooling reads, and the rest
 # at its default. Much of the rest shows in no tensor's shape, and a model built without it embeds nonsense.
@@ -183,7 +191,7 @@ def _read_file(path: Path) -> Mapping[str, Any]:
             raise DataError(f"{path} is damaged: {error}") from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that it was given an archive, which is tried next
+            warnings.simplefilter("ignore")  # torch warns that it was given an archive, which is read next
             found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever its unpickler stumbles over
         return _read_torchscript(path, error)
@@ -194,15 +202,68 @@ def _read_file(path: Path) -> Mapping[str, Any]:
 
 
 def _read_torchscript(path: Path, earlier: Exception) -> Mapping[str, Any]:
-    import torch
+    """The tensors of OpenAI's archive, read as data.
 
+    `torch.jit.load` would build the program that the archive holds, and may run parts of it; here nothing of it is.
+    """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.jit.load(str(path), map_location="cpu").state_dict()
-    except RuntimeError:
+        with zipfile.ZipFile(path) as archive:
+            (pickled,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+            root = _ArchiveReader(archive, pickled).load()
+            return dict(_attributes("", root))
+    except (zipfile.BadZipFile, pickle.UnpicklingError, ValueError, KeyError, AttributeError, EOFError, TypeError):
         reason = str(earlier).split("\n")[0][:200]
         raise InputError(f"expected weights in {path}, found a file that holds more or none: {reason}") from earlier
+
+
+class _Module:
+    """Stands for any class of a TorchScript archive: the attributes, without the class."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+class _ArchiveReader(pickle.Unpickler):
+    """Unpickles a TorchScript archive's data.pkl into `_Module`s, tensors and plain values; refuses every other name."""
+
+    def __init__(self, archive: zipfile.ZipFile, pickled: str) -> None:
+        super().__init__(io.BytesIO(archive.read(pickled)))
+        self._archive, self._root = archive, pickled.removesuffix("data.pkl")
+
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        if module.startswith("__torch__"):
+            return _Module
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _strided
+        if module == "torch" and name in STORAGES:
+            return getattr(torch, STORAGES[name])
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch.jit._pickle":  # lists and dicts with a mark of their type
+            return lambda value, *_: value
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a model's weights")
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        import torch
+
+        _, dtype, key, _, count = pid
+        values = torch.frombuffer(bytearray(self._archive.read(f"{self._root}data/{key}")), dtype=dtype)
+        return values[:count]
+
+
+def _strided(values: Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Tensor:
+    return values.as_strided(size, stride, offset)
+
+
+def _attributes(prefix: str, module: _Module) -> Iterator[tuple[str, Any]]:
+    """Names as a state dict has them, and tensors and numbers."""
+    for name, value in vars(module).items():
+        if isinstance(value, _Module):
+            yield from _attributes(f"{prefix}{name}.", value)
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _clean(state: Mapping[str, Any]) -> dict[str, Tensor]:

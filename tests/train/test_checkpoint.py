@@ -7,7 +7,11 @@ import errno
 import json
 import logging
 import math
+import os
+import pickle
 import shutil
+import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -287,21 +291,59 @@ def test_every_form_of_weights_loads_back_the_same(tmp_path: Path) -> None:
     assert same(model, tmp_path / "ddp.pt")
 
 
-def test_an_openai_archive_loads_and_brings_its_activation(tmp_path: Path) -> None:
-    model = make(steps=0)[0]
+class Branch(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
-    class Archive(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for name, value in model.state_dict().items():
-                self.register_buffer(name.replace(".", "__"), value.half())
-            self.register_buffer("input_resolution", torch.tensor(32))
 
-    state = {name.replace("__", "."): value for name, value in Archive().state_dict().items()}
-    torch.save(state, tmp_path / "openai.pt")
+def openai_archive(model: CLIP, path: Path) -> None:
+    """TorchScript with fp16 weights below modules of the same names, and the numbers that OpenAI's archives carry."""
+    root = Branch()
+    for name, value in model.state_dict().items():
+        *parents, leaf = name.split(".")
+        at = root
+        for parent in parents:
+            if parent not in dict(at.named_children()):
+                at.add_module(parent, Branch())
+            at = at.get_submodule(parent)
+        at.register_parameter(leaf, torch.nn.Parameter(value.half()))
+    for name, number in (("input_resolution", 32), ("context_length", 77), ("vocab_size", 500)):
+        root.register_buffer(name, torch.tensor(number))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is on its way out; the archives stay
+        torch.jit.save(torch.jit.script(root), str(path))
+
+
+def test_an_openai_archive_gives_the_embeddings_of_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    source = CLIP(dataclasses.replace(SHAPE, quick_gelu=True)).eval()
+    openai_archive(source, tmp_path / "openai.pt")
+    monkeypatch.setattr(torch.jit, "load", None)  # nothing of the archive is built or run
     weights = load_weights(str(tmp_path / "openai.pt"), "test-32")
     assert weights.shape is not None and weights.shape.quick_gelu
-    assert set(weights.state) == set(model.state_dict()) and weights.state["visual.proj"].dtype == torch.float32
+    assert set(weights.state) == set(source.state_dict()) and weights.state["visual.proj"].dtype == torch.float32
+    loaded = CLIP(dataclasses.replace(SHAPE, quick_gelu=True)).eval()
+    weights.into(loaded)
+    pixels = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
+    tokens = torch.tensor([[1, 5, 9, 499], [1, 499, 0, 0], [1, 7, 499, 0], [1, 8, 8, 499]])
+    with torch.no_grad():
+        for ours, theirs in zip(loaded(pixels, tokens), source(pixels, tokens), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)
+    for name, value in source.state_dict().items():
+        assert torch.equal(weights.state[name], value.half().float()), name
+
+
+def test_an_archive_that_calls_something_is_refused_and_nothing_called(tmp_path: Path) -> None:
+    class Call:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "called"),)
+
+    with zipfile.ZipFile(tmp_path / "evil.pt", "w") as archive:
+        archive.writestr("evil/data.pkl", pickle.dumps(Call(), protocol=2))
+        archive.writestr("evil/constants.pkl", b"")
+    with pytest.raises(InputError, match="holds more or none"):
+        load_weights(str(tmp_path / "evil.pt"), "test-32")
+    assert not (tmp_path / "called").exists()
 
 
 def test_open_clips_config_describes_every_model_of_ours() -> None:

@@ -13,8 +13,10 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from core.errors import ConfigError
+from tests.train import batches
 from train import attention
 from train.linear import linear
+from train.loss import clip_loss
 from train.models import MODELS, flops_per_pair, forward_flops, model_config, param_count
 from train.towers import (
     CLIP,
@@ -207,7 +209,23 @@ def test_bf16_is_close_to_fp32_and_leaves_fp32_gradients() -> None:
     assert all(g is not None and g.dtype == torch.float32 and bool(g.isfinite().all()) for g in grads)
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(32, 128), (128, 32), (16, 600)])
+def test_the_gradient_of_bf16_towers_with_the_fp32_loss() -> None:
+    """Measured with AMX: the gradient is off by 1.9 % of its length."""
+    shape = replace(MODELS["tiny-48"], vocab=64, context=12)
+    pixels, tokens = batches.make_batch(32, 48)
+    found = []
+    for precision in ("fp64", "bf16"):
+        torch.manual_seed(0)
+        model = CLIP(shape, precision)
+        model = model.double() if precision == "fp64" else model
+        clip_loss(*model(pixels, tokens), model.logit_scale).backward()
+        found.append(torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None]))
+    exact, rough = found
+    assert float((rough - exact).norm()) < 0.03 * float(exact.norm())
+    assert float(F.cosine_similarity(rough, exact, dim=0)) > 0.9995
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 128), (128, 32), (16, 600), (600, 520)])
 def test_fast_linear_has_the_gradients_of_the_plain_one(inputs: int, outputs: int) -> None:
     g = torch.Generator().manual_seed(5)
     x = torch.randn(50, inputs, generator=g).bfloat16().requires_grad_()
