@@ -67,6 +67,7 @@ def run_units(
     task: Task,
     *,
     done: Callable[[Unit], bool],
+    before: Callable[[Unit], None] | None = None,
     workers: int,
     engine: str,
     label: str,
@@ -83,6 +84,7 @@ def run_units(
     published whole or not at all.
 
     Args:
+        before: called in this process before a unit is handed out; returns when the unit can begin.
         warm: modules that are imported once, in a process that all local workers are forked from.
         survive: asked when a local worker died in the middle of a unit whether the unit may be begun again; with it even
             a single worker is a process of its own.
@@ -106,17 +108,26 @@ def run_units(
         log.info("%s: %d of %d units are already there", label, len(units) - len(todo), len(units))
     total = sum(unit.rows for unit in units)
     with Progress(label, total, unit_of_progress, done=rows_done, describe=describe) as progress:
+        coming = _in_time(todo, before)
         if engine == "ray":
-            yield from _on_ray(todo, task, workers, progress, gpu)
+            yield from _on_ray(coming, task, workers or len(todo), progress, gpu)
         else:
             workers = min(workers or cores(), len(todo))
             if workers <= 1 and survive is None:
-                yield from _in_this_process(todo, task, progress)
+                yield from _in_this_process(coming, task, progress)
             else:
-                yield from _on_processes(todo, task, workers, progress, warm, survive or _never)
+                yield from _on_processes(coming, task, workers, progress, warm, survive or _never)
 
 
-def _in_this_process(todo: Sequence[Unit], task: Task, progress: Progress) -> Iterator[tuple[Unit, Any]]:
+def _in_time(todo: Sequence[Unit], before: Callable[[Unit], None] | None) -> Iterator[Unit]:
+    """`todo` one by one, each when it can begin."""
+    for unit in todo:
+        if before is not None:
+            before(unit)
+        yield unit
+
+
+def _in_this_process(todo: Iterator[Unit], task: Task, progress: Progress) -> Iterator[tuple[Unit, Any]]:
     with _collecting(queue.Queue(), progress) as outbox:
         _start_worker(outbox)
         try:
@@ -133,7 +144,7 @@ def _never(unit: Unit) -> bool:
 
 
 def _on_processes(
-    todo: Sequence[Unit],
+    todo: Iterator[Unit],
     task: Task,
     workers: int,
     progress: Progress,
@@ -170,14 +181,17 @@ class _Crew:
             1, self._context, initializer=_start_process, initargs=(self._outbox, dict(os.environ))
         )
 
-    def work(self, todo: Sequence[Unit], survive: Callable[[Unit], bool]) -> Iterator[tuple[Unit, Any]]:
-        coming, free = deque(todo), deque(range(len(self._pools)))
+    def work(self, todo: Iterator[Unit], survive: Callable[[Unit], bool]) -> Iterator[tuple[Unit, Any]]:
+        again: deque[Unit] = deque()  # whose worker died
+        free = deque(range(len(self._pools)))
         running: dict[concurrent.futures.Future[Any], tuple[int, Unit]] = {}
-        while coming or running:
-            while coming and free:
-                worker, unit = free.popleft(), coming.popleft()
+        while True:
+            while free and (found := again.popleft() if again else next(todo, None)):
+                worker = free.popleft()
                 with _nameless_main():
-                    running[self._pools[worker].submit(self._task, unit)] = worker, unit
+                    running[self._pools[worker].submit(self._task, found)] = worker, found
+            if not running:
+                return
             for future in concurrent.futures.wait(running, return_when="FIRST_COMPLETED").done:
                 worker, unit = running.pop(future)
                 free.append(worker)
@@ -191,7 +205,7 @@ class _Crew:
                         ) from error
                     self._pools[worker].shutdown()
                     self._pools[worker] = self._pool()
-                    coming.appendleft(unit)
+                    again.append(unit)
                 else:
                     yield unit, result
 
@@ -300,9 +314,7 @@ def _reach(address: str) -> None:
 RAY_RETRIES = 10  # of a unit whose node died; spot instances die often
 
 
-def _on_ray(
-    todo: Sequence[Unit], task: Task, workers: int, progress: Progress, gpu: bool
-) -> Iterator[tuple[Unit, Any]]:
+def _on_ray(coming: Iterator[Unit], task: Task, most: int, progress: Progress, gpu: bool) -> Iterator[tuple[Unit, Any]]:
     ray = _ray()
     has = ray.cluster_resources()
     gpus = int(has.get("GPU", 0)) if gpu else 0
@@ -313,7 +325,6 @@ def _on_ray(
 
     # Ray takes plain functions only, and our tasks are partial ones
     remote = ray.remote(max_retries=RAY_RETRIES, **needs)(work)
-    coming, most = iter(todo), workers or len(todo)
     waiting = {remote.remote(unit): unit for unit in itertools.islice(coming, most)}
     try:
         while waiting:

@@ -29,16 +29,19 @@ log = logging.getLogger("pairmill.ingest")
 
 LONGEST_CPU_S = 60.0  # 64 million pixels take the slowest codec a sixth of that
 LOOK_S = 0.5
+IDLE_DEATHS = 3  # of one run of units; more have a cause that the next worker will meet, too
 _KEY_BYTES = 32
 _FREE = bytes(_KEY_BYTES)
 
 
 @dataclass
 class Blame:
-    """What earlier deaths have taught of a unit: keys of URLs not to decode, and whether to decode one at a time."""
+    """What earlier deaths have taught of a unit: keys of URLs not to decode, whether to decode one at a time, and how many
+    deaths there were while nothing was being decoded."""
 
     keys: list[str] = field(default_factory=list)
     alone: bool = False
+    idle_deaths: int = 0
 
 
 def key_of(url: str) -> str:
@@ -53,20 +56,22 @@ def blame(place: Path, unit: str) -> Blame:
 
 
 def survive(unit: Unit, *, place: Path) -> bool:
-    """Find out by the note of a dead worker what brought it down; False where it was not decoding."""
+    """Find out by the note of a dead worker what brought it down; False where, again and again, it was not decoding."""
     known, note, endless = blame(place, unit.id), place / f"{unit.id}.note", place / f"{unit.id}.endless"
     certain = known.alone or endless.exists()
     data = endless.read_bytes() if endless.exists() else note.read_bytes() if note.exists() else b""
     endless.unlink(missing_ok=True)
     keys = {data[i : i + _KEY_BYTES] for i in range(0, len(data), _KEY_BYTES)} - {_FREE}
-    if not keys:
-        return False
-    if certain and len(keys) == 1:
-        known.keys += [key.decode() for key in keys]
-    known.alone = True
-    log.warning("a worker died while decoding; %s goes on, decoding one picture at a time", unit.id)
+    if not keys:  # killed from outside: for want of memory, or by hand
+        known.idle_deaths += 1
+        log.warning("a worker was killed; %s goes on with what its journal holds", unit.id)
+    else:
+        if certain and len(keys) == 1:
+            known.keys += [key.decode() for key in keys]
+        known.alone = True
+        log.warning("a worker died while decoding; %s goes on, decoding one picture at a time", unit.id)
     (place / f"{unit.id}.blame").write_text(json.dumps(asdict(known)))
-    return True
+    return known.idle_deaths <= IDLE_DEATHS
 
 
 def refused(body: bytes) -> Picture:

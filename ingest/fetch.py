@@ -77,13 +77,13 @@ def run(config: IngestConfig) -> dict[str, Any]:
             tally.check_whole(stage.finished, config.min_success, stage.folder)
             return stage.finished
         stage.reopen()
-        stage.folder.sweep("ingest")
-        stage.folder.sweep(staging.PARTS)
+        for place in ("ingest", urllist.HOME, staging.PARTS):
+            stage.folder.sweep(place)
         staging.sweep_tars(stage.folder)
-        urllist.write_plan(config, stage.folder)
-        staging.claim(stage.folder, "ingest")
-        stage.share()
-        return _fetch_all(config, stage)
+        with urllist.planning(config, stage.folder) as plan:
+            staging.claim(stage.folder, "ingest")
+            stage.share()
+            return _fetch_all(config, stage, plan)
 
 
 def fingerprint_list(urls: str) -> str:
@@ -97,7 +97,7 @@ def literal(name: str) -> str:
     return f"{parent}{slash}{glob.escape(leaf)}"
 
 
-def _fetch_all(config: IngestConfig, stage: Stage) -> dict[str, Any]:
+def _fetch_all(config: IngestConfig, stage: Stage, plan: urllist.Planning) -> dict[str, Any]:
     started, cpu = time.monotonic(), time.process_time()
     rows = urllist.plan_rows(stage.folder)
     workers, part = slots(config.engine, config.workers), stage.part
@@ -126,6 +126,7 @@ def _fetch_all(config: IngestConfig, stage: Stage) -> dict[str, Any]:
         )
         running = run_units(
             groups, task, done=lambda group: todo.isdisjoint(_numbers(span, part.count, group, len(rows))),
+            before=lambda group: plan.wait_for(_numbers(span, part.count, group, len(rows))[-1]),
             workers=workers, engine=config.engine, label="ingest", describe=tally.progress_words,
             warm=(*WARM, *["ingest.warm_languages"] * config.lang),
             survive=None if in_memory else functools.partial(decoding.survive, place=notes),

@@ -56,7 +56,7 @@ def run(config: IngestConfig) -> dict[str, Any]:
             staging.refuse_other(stage.folder, "adopt")
         if stage.finished is None:
             urllist.write_plan(config, folder)
-            _download(command(program, config, folder.local.absolute() / urllist.PLAN, shards), shards)
+            _download(command(program, config, folder.local.absolute() / urllist.HOME, shards), shards)
             stage.finish({})
     after = os.times()
     summary = adopt.run(

@@ -78,7 +78,6 @@ def test_one_death_condemns_nobody(tmp_path: Path) -> None:
 
 def test_with_two_suspects_none_is_condemned(tmp_path: Path) -> None:
     unit = Unit("u000000", 0, 2)
-    assert not decoding.survive(unit, place=tmp_path)  # it was not decoding at all
     watch = decoding.Watch(tmp_path, unit.id)
     both = threading.Barrier(2)
 
@@ -99,4 +98,9 @@ def test_with_two_suspects_none_is_condemned(tmp_path: Path) -> None:
             thread.join()
             assert decoding.survive(unit, place=tmp_path)
             assert decoding.blame(tmp_path, unit.id) == decoding.Blame([decoding.key_of("a")], alone=True)
-    assert not decoding.survive(unit, place=tmp_path)
+
+
+def test_a_worker_killed_between_pictures_is_followed_by_another_a_few_times(tmp_path: Path) -> None:
+    unit = Unit("u000000", 0, 2)
+    assert [decoding.survive(unit, place=tmp_path) for _ in range(5)] == [True, True, True, False, False]
+    assert decoding.blame(tmp_path, unit.id).keys == [] and not decoding.blame(tmp_path, unit.id).alone

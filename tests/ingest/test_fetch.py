@@ -230,7 +230,7 @@ def test_the_other_engine_for_real(tmp_path: Path, server: Server, monkeypatch: 
     assert summary["outcomes"] == {"ok": 8, "http_4xx": 1, "opted_out": 1}
     found = parts(tmp_path / "work").to_pylist()
     assert {(row["url"], row["caption"]) for row in found} == set(rows)
-    plan = pq.read_table(tmp_path / "work/img2dataset/ingest/plan.parquet")
+    plan = pq.read_table(tmp_path / "work/img2dataset/ingest/plan")
     assert {row["uid"] for row in found} == set(plan["uid"].to_pylist())
     assert run(tmp_path, urls, engine="img2dataset", workers=1, timeout=20.0)["ok"] == 8
 
@@ -364,13 +364,13 @@ def test_a_damaged_tar_is_never_carried_over_by_a_retry(tmp_path: Path, server: 
 def test_a_damaged_plan_is_one_sentence(tmp_path: Path, server: Server) -> None:
     urls = write_list(tmp_path / "list.parquet", [(server.url(f"/pic/{i}.jpg"), f"picture {i}") for i in range(12)])
     run(tmp_path, urls, unit_urls=4, size=NO_RESIZE)
-    plan = tmp_path / "work/ingest/plan.parquet"
+    plan = tmp_path / "work/ingest/plan/00000.parquet"
     whole = plan.read_bytes()
     middle = whole[:100] + bytes(200) + whole[300:]
     for damaged in (b"", whole[:-50], middle):
         (tmp_path / "work/ingest/parts/u000000.parquet").unlink(missing_ok=True)
         plan.write_bytes(damaged)
-        with pytest.raises(DataError, match=r"plan\.parquet cannot be read.*delete it and run the same command again"):
+        with pytest.raises(DataError, match=r"00000\.parquet cannot be read.*delete it and run the same command again"):
             run(tmp_path, urls, unit_urls=4, size=NO_RESIZE)
     plan.unlink()
     assert run(tmp_path, urls, unit_urls=4, size=NO_RESIZE)["ok"] == 12
