@@ -103,7 +103,7 @@ def planned(place: Path, pictures: int, side: int, shards: int) -> tuple[PackSha
     config = ShardConfig(work=str(place), samples_per_shard=-(-pictures // shards))
     (place / "shards").mkdir()
     write_plans(work, config)
-    return PackShard(work, PLANS["shards"], ("shards",), (256,), config.quality), shard_units(work, "shards")
+    return PackShard(work, PLANS["shards"], ("shards",), (256,)), shard_units(work, "shards")
 
 
 def copy(sources: list[Path], target: Path) -> None:

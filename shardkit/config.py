@@ -19,8 +19,6 @@ class ShardConfig(UnitsConfig):
     """Longest allowed shorter side, in pixels. A staged picture that fits is copied byte for byte; a larger one is resized.
     A little above the training size leaves room for random crops. Given several times, one pass writes several sets of the
     same samples: the first size into WORK/shards, any other size N into WORK/shards-N (and WORK/holdout-N)."""
-    quality: int = setting(90)
-    """JPEG quality, 1 to 100, of the pictures that are resized. Below 85 artefacts begin to show, 95 is half as large again."""
     samples_per_shard: int = setting(5000)
     """Most samples a shard holds; they are shared out evenly. Aim at 50 to 500 MB a shard, and at several shards a core."""
     mb_per_shard: int = setting(0)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from core.errors import DataError, InputError
+from core.errors import ConfigError, DataError, InputError
 from core.storage import Folder
 from shardkit.tar import Member
 
@@ -31,26 +31,6 @@ def dali_index(samples: Iterable[Sequence[Member]]) -> bytes:
     """The index of one tar from the members of each sample, in tar order."""
     lines = [" ".join(f"{split_name(m.name)[1]} {m.offset} {m.size} {m.name}" for m in members) for members in samples]
     return "\n".join([f"v1.2 {len(lines)}", *lines, ""]).encode()
-
-
-def read_dali_index(data: bytes, label: str) -> list[list[Member]]:
-    """The members of each sample of an index.
-
-    Raises:
-        DataError: it is not an index of version 1.2, or its count is wrong; `label` names it.
-    """
-    lines = data.decode(errors="replace").splitlines()
-    version, _, count = (lines[0] if lines else "").partition(" ")
-    if version != "v1.2" or count != str(len(lines) - 1):
-        raise DataError(f"expected {label} to begin with v1.2 and its number of lines, found {lines[:1]}")
-    samples = []
-    for number, line in enumerate(lines[1:], 2):
-        words = line.split(" ")
-        if len(words) % 4 or not all(w.isdigit() for w in (*words[1::4], *words[2::4])):
-            raise DataError(f"expected groups of extension, offset, size and name in line {number} of {label}")
-        groups = zip(words[1::4], words[2::4], words[3::4], strict=True)
-        samples.append([Member(name, int(offset), int(size)) for offset, size, name in groups])
-    return samples
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -91,10 +71,36 @@ class ShardList:
     def total_bytes(self) -> int:
         return sum(s.bytes for s in self.shards)
 
+    def derived_files(self) -> dict[str, bytes]:
+        """Contents of the files beside the list that follow from it, by name: `sizes.json`, and a list of shards a rank."""
+        sizes = json.dumps({shard.name: shard.samples for shard in self.shards}, indent=1).encode()
+        ranks = len(self.lanes)
+        return {SIZES: sizes} | {
+            rank_list_name(rank, ranks): "".join(f"{shard.name}\n" for shard in mine).encode()
+            for rank, mine in enumerate(rank_lists(self.shards, ranks))
+        }
+
     def dump(self) -> bytes:
         head = {"format": FORMAT, "samples": self.samples, "bytes": self.total_bytes, "made_with": self.made_with}
         body = {"samples_sha256": self.samples_sha256, "lanes": self.lanes, "shards": [asdict(s) for s in self.shards]}
         return (json.dumps({**head, **body}, indent=1) + "\n").encode()
+
+
+def rank_list_name(rank: int, ranks: int) -> str:
+    return f"ranks/{rank:05d}-of-{ranks:05d}.txt"
+
+
+def rank_lists(shards: list[Shard], ranks: int) -> list[list[Shard]]:
+    """Shards of each rank, dealt in turn: disjoint, all of them, equally many a rank, samples within one of each other.
+
+    No list for 0 ranks.
+
+    Raises:
+        ConfigError: `ranks` does not divide the number of shards.
+    """
+    if ranks and len(shards) % ranks:
+        raise ConfigError(f"expected a number of shards that {ranks} ranks can share equally, found {len(shards)}")
+    return [shards[rank::ranks] for rank in range(ranks)]
 
 
 def read_shard_list(folder: Folder) -> ShardList:

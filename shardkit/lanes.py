@@ -12,6 +12,7 @@ Sample indices count through the shards in their listed order; S is their sum, B
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
@@ -33,7 +34,27 @@ POOL = 1 << 18
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-class EpochOrder:
+class Order(ABC):
+    """The batches of one epoch: `steps` global batches of `batch_size` out of `samples`."""
+
+    samples: int
+    batch_size: int
+    steps: int
+
+    @abstractmethod
+    def rank_indices(self, step: int, rank: int, ranks: int) -> Int64:
+        """The part of global batch `step`, in [0, steps), that `rank` of `ranks` reads: int64 of shape (B / ranks,).
+
+        Raises:
+            ConfigError: `ranks` does not divide the batch, or rank or step are out of range.
+        """
+
+    def batch_indices(self, step: int) -> Int64:
+        """Sample indices of the whole global batch: int64 of shape (B,)."""
+        return self.rank_indices(step, 0, 1)
+
+
+class EpochOrder(Order):
     """The sequence of one epoch, computed window by window, so that 100 million samples cost no more than they must.
 
     Memory is O(shards) plus one int64 array a window that a lane is in.
@@ -119,16 +140,7 @@ class EpochOrder:
         lane_length, longer = divmod(self._length, self.lanes)  # the first lanes are one longer where L does not divide
         return self.at(lane * lane_length + np.minimum(lane, longer) + position)
 
-    def batch_indices(self, step: int) -> Int64:
-        """Sample indices of global batch `step`, in [0, steps): int64 of shape (B,)."""
-        return self.rank_indices(step, 0, 1)
-
     def rank_indices(self, step: int, rank: int, ranks: int) -> Int64:
-        """The part of global batch `step` that `rank` of `ranks` reads: int64 of shape (B / ranks,).
-
-        Raises:
-            ConfigError: `ranks` does not divide the batch, or rank or step are out of range.
-        """
         check_rank(step, self.steps, rank, ranks, self.batch_size)
         first = step * self.batch_size
         return self._interleaved(np.arange(first + rank, first + self.batch_size, ranks, dtype=np.int64))

@@ -14,11 +14,11 @@ from threading import Lock
 import numpy as np
 
 from core.errors import ConfigError, InputError
-from shardkit.lanes import EpochOrder, Int64, check_rank
+from shardkit.lanes import EpochOrder, Int64, Order, check_rank
 
 
-class Mixture:
-    """The batches of one epoch over weighted sets; reads like an `EpochOrder`.
+class Mixture(Order):
+    """The batches of one epoch over weighted sets.
 
     An epoch ends when the first set has been seen once. Sample indices count through the sets as they are listed.
 
@@ -65,16 +65,7 @@ class Mixture:
             self._orders.move_to_end((number, round_))
             return self._orders[number, round_]
 
-    def batch_indices(self, step: int) -> Int64:
-        """Sample indices of step `step` of this epoch: int64 of shape (B,)."""
-        return self.rank_indices(step, 0, 1)
-
     def rank_indices(self, step: int, rank: int, ranks: int) -> Int64:
-        """The part of it that `rank` of `ranks` reads: int64 of shape (B / ranks,).
-
-        Raises:
-            ConfigError: `ranks` does not divide the batch, or rank or step are out of range.
-        """
         check_rank(step, self.steps, rank, ranks, self.batch_size)
         at = self.epoch * self.steps + step
         parts = [

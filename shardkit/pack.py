@@ -26,7 +26,16 @@ from core.runner import run_units
 from core.storage import Folder
 from core.work import Stage, fingerprint, open_stage, read_settings
 from shardkit.config import ShardConfig
-from shardkit.index import SAMPLES, SHARDS, SIZES, Shard, ShardList, index_name, read_shard_list
+from shardkit.index import (
+    SAMPLES,
+    SHARDS,
+    Shard,
+    ShardList,
+    index_name,
+    rank_list_name,
+    rank_lists,
+    read_shard_list,
+)
 from shardkit.plan import PLANS, VIEWS, write_plans
 from shardkit.write import NOTE, PackShard, join_parts, part_name
 
@@ -143,7 +152,6 @@ def render(summary: dict[str, Any]) -> RenderableType:
 
 def _check(config: ShardConfig) -> None:
     for name, low, high in (
-        ("quality", 1, 100),
         ("samples_per_shard", 1, 10**9),
         ("mb_per_shard", 0, 10**6),
         ("ranks", 0, 10**6),
@@ -187,7 +195,7 @@ def _pack(folder: Folder, kind: str, units: list[Unit], config: ShardConfig, par
         folder.sweep(home)
         folder.sweep(f"{home}/parts")
     todo = set(_unpacked(folder, kind, units, config))
-    task = PackShard(folder, PLANS[kind], places, config.size, config.quality)
+    task = PackShard(folder, PLANS[kind], places, config.size)
     running = run_units(
         units, task, done=lambda unit: unit not in todo, part=part, workers=config.workers, engine=config.engine,
         label=f"shard ({kind})", unit_of_progress="images",
@@ -249,9 +257,14 @@ def describe(folder: Folder, home: str, units: list[Unit], config: ShardConfig) 
     with folder.staged(f"{home}/{SAMPLES}") as path:
         join_parts(parts(), path)
     shards = [Shard(**note["shard"]) for note in notes]
-    ranks = _write_rank_lists(folder, home, shards, config.ranks) if home.startswith("shards") and config.ranks else []
-    folder.write(f"{home}/{SIZES}", json.dumps({shard.name: shard.samples for shard in shards}, indent=1).encode())
-    listed = ShardList(shards, config.fingerprint(), ranks, folder.sha256(f"{home}/{SAMPLES}"))
+    ranks = config.ranks if home.startswith("shards") else 0
+    lanes = [
+        {"list": rank_list_name(rank, ranks), "shards": len(mine), "samples": sum(shard.samples for shard in mine)}
+        for rank, mine in enumerate(rank_lists(shards, ranks))
+    ]
+    listed = ShardList(shards, config.fingerprint(), lanes, folder.sha256(f"{home}/{SAMPLES}"))
+    for name, data in listed.derived_files().items():
+        folder.write(f"{home}/{name}", data)
     folder.write(f"{home}/{SHARDS}", listed.dump())
     left_out = [row for note in notes for row in note["left_out"]]
     if left_out:
@@ -260,23 +273,3 @@ def describe(folder: Folder, home: str, units: list[Unit], config: ShardConfig) 
         "samples": listed.samples, "shards": len(shards), "bytes": listed.total_bytes, "captions": captions,
         "copied": sum(n["copied"] for n in notes), "resized": sum(n["resized"] for n in notes), "left_out": len(left_out),
     }  # fmt: skip
-
-
-def rank_lists(shards: list[Shard], ranks: int) -> list[list[Shard]]:
-    """Shards of each rank, dealt in turn: disjoint, all of them, equally many a rank, samples within one of each other.
-
-    Raises:
-        ConfigError: `ranks` does not divide the number of shards.
-    """
-    if len(shards) % ranks:
-        raise ConfigError(f"expected a number of shards that {ranks} ranks can share equally, found {len(shards)}")
-    return [shards[rank::ranks] for rank in range(ranks)]
-
-
-def _write_rank_lists(folder: Folder, home: str, shards: list[Shard], ranks: int) -> list[dict[str, Any]]:
-    lists = []
-    for rank, mine in enumerate(rank_lists(shards, ranks)):
-        name = f"ranks/{rank:05d}-of-{ranks:05d}.txt"
-        folder.write(f"{home}/{name}", "".join(f"{shard.name}\n" for shard in mine).encode())
-        lists.append({"list": name, "shards": len(mine), "samples": sum(shard.samples for shard in mine)})
-    return lists

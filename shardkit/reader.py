@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from core.errors import ConfigError, InputError, RunError
 from shardkit.cache import ShardCache, user_cache
-from shardkit.lanes import EpochOrder
+from shardkit.lanes import EpochOrder, Order
 from shardkit.mixture import Mixture
 from shardkit.opening import OnBad, Opened, encoded, open_sets
 from shardkit.ranges import RangeReader
@@ -250,7 +250,7 @@ class BatchReader:
     def __init__(
         self,
         shard_set: ShardSet,
-        order: EpochOrder | Mixture,
+        order: Order,
         rank: int = 0,
         ranks: int = 1,
         start_step: int = 0,

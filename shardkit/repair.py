@@ -25,7 +25,7 @@ from core.plan import Unit
 from core.storage import Folder
 from core.work import open_stage, read_settings
 from shardkit.config import ShardConfig
-from shardkit.index import SAMPLES, Bad, Shard, ShardList, index_name, read_shard_list
+from shardkit.index import SAMPLES, SHARDS, Bad, Shard, ShardList, index_name, read_shard_list
 from shardkit.pack import homes, inputs, shard_units, tidy
 from shardkit.plan import PLANS, write_plans
 from shardkit.ranges import RangeReader
@@ -44,6 +44,7 @@ def repair(work: Folder, bad: list[Bad], *, allow_private: bool) -> dict[str, An
     wanted = sorted({one["shard"] for one in bad})
     if not wanted:
         return result
+    wanted = _write_lists(work, wanted, result)
     config = _settings(work)
     with open_stage(config, "shard", home="shards", inputs=inputs(work)):
         write_plans(work, config)
@@ -51,10 +52,21 @@ def repair(work: Folder, bad: list[Bad], *, allow_private: bool) -> dict[str, An
             for home, size in _places(config):
                 damaged = {name.rpartition("/")[2] for name in wanted if name.rpartition("/")[0] == home}
                 if damaged:
-                    _Set(work, home, size, config.quality, allow_private).repair(damaged, result)
+                    _Set(work, home, size, allow_private).repair(damaged, result)
         finally:
             tidy(work)
     return result
+
+
+def _write_lists(work: Folder, wanted: list[str], result: dict[str, Any]) -> list[str]:
+    """Write again the lists that follow from `shards.json`; returns what else is wanted."""
+    for home in sorted({name.partition("/")[0] for name in wanted}):
+        if (work / home).exists(SHARDS):
+            for name, data in read_shard_list(work / home).derived_files().items():
+                if f"{home}/{name}" in wanted:
+                    work.write(f"{home}/{name}", data)
+                    result["repaired"].append(f"{home}/{name}")
+    return [name for name in wanted if name not in result["repaired"]]
 
 
 def _settings(work: Folder) -> ShardConfig:
@@ -81,7 +93,6 @@ class _Set:
     work: Folder
     home: str
     size: int
-    quality: int
     allow_private: bool
     listed: ShardList = field(init=False)
     index: dict[str, dict[str, Any]] = field(init=False)
@@ -132,7 +143,7 @@ class _Set:
         rows = self._rows(unit)
         with self.folder.staged(shard.name) as path:
             with Output(path, shard.name) as output:
-                fill([output], rows, self._bodies(shard, rows), [self.size], self.quality)
+                fill([output], rows, self._bodies(shard, rows), [self.size])
             if output.entry.sha256 != shard.sha256:
                 raise DataError(
                     "written again it would be another file; run `pairmill shard --fresh` to make new shards"
@@ -174,7 +185,7 @@ class _Set:
             pass  # the shard itself is gone
         for body in self._copies(row):
             try:
-                data = fit(body, [self.size], self.quality)[0].data
+                data = fit(body, [self.size])[0].data
             except ImageError:
                 continue
             if hashlib.sha256(data).hexdigest() == known["sha256"]:

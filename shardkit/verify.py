@@ -124,11 +124,16 @@ def _verify_set(folder: Folder, home: str, config: VerifyConfig) -> _Set:
 
 
 def _beside(folder: Folder, listed: ShardList) -> Iterator[Bad]:
-    """What is wrong with the set's files as such: its table of samples, and tars that nobody listed."""
+    """What is wrong with the set's files as such: its table of samples, its lists, and tars that nobody listed."""
     if not folder.exists(SAMPLES):
         yield _bad(SAMPLES, "is missing")
     elif listed.samples_sha256 and folder.sha256(SAMPLES) != listed.samples_sha256:
         yield _bad(SAMPLES, f"its sha256 is not the one in {SHARDS}: it is damaged or of another packing")
+    for name, data in listed.derived_files().items():
+        if not folder.exists(name):
+            yield _bad(name, "is missing")
+        elif folder.read(name) != data:
+            yield _bad(name, f"is not what follows from {SHARDS}, so loaders that go by it would read something else")
     known = {shard.sha256: shard.name for shard in listed.shards}
     for name in sorted(set(folder.list("*.tar")) - set(known.values())):
         twin = known.get(folder.sha256(name))

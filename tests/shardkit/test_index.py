@@ -1,4 +1,4 @@
-"""The files beside the tars: DALI's index there and back, and the list of shards."""
+"""The files beside the tars: DALI's index, and the list of shards there and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from core.errors import DataError, InputError
 from core.storage import Folder
-from shardkit.index import Shard, ShardList, dali_index, read_dali_index, read_shard_list, split_name
+from shardkit.index import Shard, ShardList, dali_index, read_shard_list, split_name
 from shardkit.tar import Member
 
 SAMPLES = [
@@ -17,18 +17,9 @@ SAMPLES = [
 ]
 
 
-def test_index_goes_there_and_back() -> None:
+def test_an_index_names_extension_offset_size_and_member() -> None:
     data = dali_index(SAMPLES)
     assert data == b"v1.2 2\njpg 512 700 a.jpg txt 2048 5 a.txt\nseg.png 3072 9 b.seg.png txt 4096 0 b.txt\n"
-    assert read_dali_index(data, "x.idx") == SAMPLES
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"v1.1 0\n", b"v1.2 3\njpg 512 700 a.jpg\n", b"v1.2 1\njpg 512 a.jpg\n", b"v1.2 1\njpg x 1 a.jpg\n"]
-)
-def test_a_damaged_index_is_named(data: bytes) -> None:
-    with pytest.raises(DataError, match=r"x\.idx"):
-        read_dali_index(data, "x.idx")
 
 
 def test_names_split_at_the_first_dot_of_the_last_segment() -> None:

@@ -25,10 +25,10 @@ from core.schema import sample_schema
 from core.storage import Folder
 from core.work import fingerprint, locked
 from shardkit.config import ShardConfig
-from shardkit.index import Shard, read_dali_index
-from shardkit.pack import rank_lists, run
+from shardkit.index import Shard, rank_lists
+from shardkit.pack import run
 from shardkit.plan import shard_sizes, shard_sizes_by_bytes
-from shardkit.tar import scan
+from shardkit.tar import Member, scan
 from shardkit.write import sample_key
 from tests.shardkit.parts import World, contents, jpeg, small_world
 
@@ -39,6 +39,16 @@ def shard(work: Path, **settings: Any) -> dict[str, Any]:
 
 def rows(work: Path, home: str = "shards") -> list[dict[str, Any]]:
     return pq.read_table(work / home / "samples.parquet").to_pylist()
+
+
+def read_dali_index(path: Path) -> list[list[Member]]:
+    version, *lines = path.read_text().splitlines()
+    assert version == f"v1.2 {len(lines)}"
+    words = [line.split(" ") for line in lines]
+    return [
+        [Member(name, int(offset), int(size)) for _, offset, size, name in zip(*[iter(w)] * 4, strict=True)]
+        for w in words
+    ]
 
 
 def members(work: Path, home: str = "shards") -> dict[str, bytes]:
@@ -88,7 +98,7 @@ def test_index_and_samples_point_at_the_bytes(packed: tuple[World, dict[str, Any
     table = pq.read_table(world.work / "shards/samples.parquet")
     assert table.schema == sample_schema()
     for path in sorted((world.work / "shards").glob("*.tar")):
-        indexed = read_dali_index(path.with_suffix(".idx").read_bytes(), path.name)
+        indexed = read_dali_index(path.with_suffix(".idx"))
         assert [m for sample in indexed for m in sample] == scan(str(path))
         mine = [r for r in table.to_pylist() if r["shard"] == path.name]
         assert [(r["jpg_offset"], r["jpg_size"]) for r in mine] == [(s[0].offset, s[0].size) for s in indexed]
@@ -498,8 +508,8 @@ def test_lost_or_cut_staged_images_are_named(tmp_path: Path) -> None:
 
 
 def test_settings_out_of_range_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected --quality from 1 to 100, found 0"):
-        shard(tmp_path, quality=0)
+    with pytest.raises(ConfigError, match="expected --samples-per-shard from 1 to 1,000,000,000, found 0"):
+        shard(tmp_path, samples_per_shard=0)
     with pytest.raises(ConfigError, match="at least one sample for each of 8 ranks, found 3; lower --ranks"):
         shard_sizes(3, 10, 8)
 

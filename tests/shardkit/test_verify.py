@@ -72,6 +72,21 @@ def test_a_changed_picture_is_named(work: Path, deep: bool) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["sizes.json", "ranks/00001-of-00002.txt"])
+def test_lists_beside_the_shards_are_compared_and_restored(tmp_path: Path, name: str) -> None:
+    work = small_world(tmp_path).write()
+    pack(ShardConfig(work=str(work), workers=1, samples_per_shard=15, ranks=2))
+    path = work / "shards" / name
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"00001", b"00009"))
+    (bad,) = verify(work)["bad"]
+    assert bad["shard"] == f"shards/{name}" and "not what follows from shards.json" in bad["reason"]
+    path.unlink()
+    assert [(b["shard"], b["reason"]) for b in verify(work)["bad"]] == [(f"shards/{name}", "is missing")]
+    summary = verify(work, repair=True)
+    assert (summary["repaired"], summary["bad"], path.read_bytes()) == ([f"shards/{name}"], [], whole)
+
+
 def test_a_changed_caption_is_named(work: Path) -> None:
     bad = row(work, 3)
     data = (work / "shards" / bad["shard"]).read_bytes()
