@@ -44,8 +44,12 @@ docs: setup
 bench: setup
 	for b in dedup loss pack; do $(BIN)/python -m bench.$$b --json || exit 1; done
 
+# The tests that ask for a side environment with `ready` or `peer_python`, then the shortest bench beside
+# a heavy peer; the others (chain, dedup, ingest, parity, tokenizer, train) want data or an hour and are run by name.
 peers: setup
 	$(BIN)/python -m bench.peers all
+	$(BIN)/python -m pytest $$(grep -lE "from bench.peers import|from bench import peers" -r tests --include='test_*.py')
+	$(BIN)/python -m bench.loader --json
 
 flickr8k: setup
 	@test -n "$(DATA)" || { echo "say where Flickr8k lies: make flickr8k DATA=/path/to/flickr8k"; exit 1; }
