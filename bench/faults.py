@@ -4,8 +4,8 @@ Method: a list of pictures on a server of this machine goes through ingest, dedu
 trial runs one stage again in a new folder as a program of its own, and at a random moment (a fixed seed; a moment is a number
 of published units) something fails: workers or the driver are killed with SIGKILL, the disk is full or read-only (a tmpfs),
 the object store fails, the network is cut for some seconds (the stage runs in a network namespace, its store and its web
-servers outside), the clock jumps by up to a day either way (bench/shifted_clock.c), a node of a Ray cluster is killed, a finished file
-is damaged. The command is then started again where it ended, as the guide says (after a damaged file is removed or repaired,
+servers outside), the wall clock jumps by up to a day either way, a node of a Ray cluster is killed, a finished file is
+damaged. The command is then started again where it ended, as the guide says (after a damaged file is removed or repaired,
 where the error says so). Counted are finished units that were done again (Ray repeats one whose node died between its
 publishing and its report), and the seconds from the fault (of networks and stores, from its end) to the next published unit or
 the end of the stage. The results must be those of the undisturbed run: bytes, and rows without what passes (attempts, times).
