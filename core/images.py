@@ -14,7 +14,6 @@ import functools
 import io
 import re
 import struct
-import threading
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -434,7 +433,6 @@ def _to_rgb(image: Image.Image, icc: bytes | None) -> Image.Image:
 
 # ---- colour -----------------------------------------------------------------------------------------------------------
 
-_lcms = threading.local()  # a transform of LittleCMS keeps a one-pixel cache, so threads must not share one
 _SAME_COLOUR = 3  # of 255: a profile that moves no colour further than this is sRGB for our purposes
 
 
@@ -455,23 +453,15 @@ def _profiled(image: Image.Image, icc: bytes | None) -> Image.Image:
     return image if transform is None else ImageCms.applyTransform(image, transform) or image
 
 
+@functools.lru_cache(maxsize=128)
 def _transform(icc: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    cache: dict[tuple[bytes, str], ImageCms.ImageCmsTransform | None] | None = getattr(_lcms, "cache", None)
-    if cache is None:
-        cache = _lcms.cache = {}
-    if (icc, mode) not in cache:
-        if len(cache) >= 32:
-            cache.clear()
-        cache[icc, mode] = _build_transform(icc, mode)
-    return cache[icc, mode]
-
-
-def _build_transform(icc: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
     from PIL import ImageCms
 
     try:
         profile = ImageCms.ImageCmsProfile(io.BytesIO(icc))
-        return ImageCms.buildTransform(profile, ImageCms.createProfile("sRGB"), mode, "RGB")
+        # without LittleCMS's one-pixel cache, a transform serves all threads; building one costs as much as applying it
+        flags = ImageCms.Flags.NOCACHE
+        return ImageCms.buildTransform(profile, ImageCms.createProfile("sRGB"), mode, "RGB", flags=flags)
     except (ImageCms.PyCMSError, OSError, ValueError, TypeError):
         return None
 
@@ -484,7 +474,7 @@ def _is_foreign(icc: bytes | None) -> bool:
     import numpy as np
     from PIL import Image
 
-    transform = _build_transform(icc, "RGB")
+    transform = _transform(icc, "RGB")
     if transform is None:
         return False
     levels = np.array([0, 32, 64, 96, 128, 160, 192, 224, 255], np.uint8)

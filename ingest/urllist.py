@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pairmill.ingest")
 
 HOME = "ingest/plan"
-INDEX = f"{HOME}/units.json"
+INDEX = f"{HOME}/_units.json"  # readers of Parquet folders pass over such names
 FILES = 64  # of a plan, at most: each is one look through the whole list, a tenth of a second for ten million rows
 SMALLEST_FILE = 16  # units
 PLAN_COLUMNS = ("row", "uid", "url", "caption_raw")

@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 
-from core.errors import InputError
+from core.errors import DataError, InputError
 from core.storage import Folder
 from ingest.config import IngestConfig
-from ingest.urllist import has_captions, plan_rows, read_unit, write_plan
+from ingest.urllist import has_captions, plan_rows, planning, read_unit, write_plan
 
 ROOT = Path(__file__).parents[2]
 REAL = os.environ.get("PAIRMILL_REAL_DATA", "")
@@ -321,6 +321,32 @@ def test_the_same_list_gives_the_same_plan(tmp_path: Path) -> None:
         write_plan(IngestConfig(urls=str(path), unit_urls=700), folder)
         plans.append([folder.read(name) for name in folder.list("ingest/plan/*")])
     assert plans[0] == plans[1]
+
+
+def test_units_can_be_read_before_the_plan_is_whole_and_another_run_finishes_it(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "list.csv", [{"url": f"http://a.test/{i}", "caption": "x"} for i in range(3000)])
+    config, whole, cut = (
+        IngestConfig(urls=str(path), unit_urls=20),
+        Folder(tmp_path / "whole"),
+        Folder(tmp_path / "cut"),
+    )
+    write_plan(config, whole)
+    with planning(config, cut) as plan:
+        plan.wait_for(0)
+        assert read_unit(cut, 0).equals(read_unit(whole, 0)) and plan_rows(cut) == plan_rows(whole)
+    names = whole.list("ingest/plan/*.parquet")
+    assert len(names) > 3
+    for name in names[2:]:
+        cut.remove(name)  # as if the first run had been killed here
+    with planning(config, cut) as plan:
+        plan.wait_for(len(plan_rows(cut)) - 1)
+    assert [cut.read(name) for name in cut.list("ingest/plan/*")] == [
+        whole.read(n) for n in whole.list("ingest/plan/*")
+    ]
+    cut.remove(names[-1])
+    write_csv(path, [{"url": f"http://a.test/{i}", "caption": "x"} for i in range(2999)])
+    with pytest.raises(DataError, match="another list"), planning(config, cut) as plan:
+        plan.wait_for(len(plan_rows(cut)) - 1)
 
 
 def test_lines_that_are_no_rows_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
