@@ -11,7 +11,7 @@ tables are then smaller than ours, in its favour.
     taskset -c 1 python -m bench.dedup --sizes 1000000,2000000,5000000,10000000 --plot docs/results/dedup-scale.svg
 
 The first takes about two minutes and 1.5 GB, most of it the oracle. The second generates the captions in blocks of 200,000,
-runs each size in a process of its own with `--memory-gb 3`, and takes about 10 minutes and 3 GB of disk.
+runs each size in a process of its own with 3 GB for DuckDB, and takes about 10 minutes and 3 GB of disk.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def one_size(path: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
         _warm(Path(folder))
         start = time.process_time()
-        summary = run(DedupConfig(work=f"{folder}/work", captions=path, workers=1, memory_gb=3, threshold=THRESHOLD))
+        summary = run(DedupConfig(work=f"{folder}/work", captions=path, workers=1, threshold=THRESHOLD))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     return {
         "captions": summary["pairs"],

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from core.errors import DataError, InputError, UsageError, nearest
+from core.errors import DataError, InputError, UsageError
 from core.storage import Folder, temporary_name
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ _TABLE = "read_parquet({})"
 # The file of a live run may end in half a line, which becomes a row of nulls.
 _LINES = "read_json_auto({}, format='newline_delimited', ignore_errors=true, union_by_name=true, filename=true)"
 SCORES = "scores/[!.]*.parquet"  # `score`'s column, which `pairs` shows beside ingest's
+PAIRS = (
+    "dedup/pairs.parquet"  # every pair that dedup decided on; those without a row of `decisions` stay, like no other
+)
 VIEWS: dict[str, tuple[str, str, str]] = {
     "pairs": ("ingest/parts/[!.]*.parquet", _PARTS, "ingest"),
     "signatures": ("dedup/signatures/[!.]*.parquet", _PARTS, "dedup"),
@@ -75,6 +78,8 @@ def _make_views(connection: duckdb.DuckDBPyConnection, folder: Folder, views: Co
         try:
             if name == "pairs" and _present(folder, SCORES):
                 source = _scored(connection, source, _PARTS.format(literal(folder, SCORES)))
+            elif name == "decisions" and _present(folder, PAIRS):
+                source = _completed(source, _TABLE.format(literal(folder, PAIRS)))
             connection.execute(f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM {source}")
         except duckdb.Error as error:
             raise DataError(
@@ -88,6 +93,12 @@ def _scored(connection: duckdb.DuckDBPyConnection, parts: str, scores: str) -> s
     known = {row[0] for row in connection.execute(f"DESCRIBE SELECT * FROM {parts}").fetchall()}
     own = "p.* EXCLUDE (clip_score)" if "clip_score" in known else "p.*"
     return f"""(SELECT {own}, s.clip_score FROM {parts} p LEFT JOIN {scores} s USING (unit, "row", uid))"""
+
+
+def _completed(noted: str, pairs: str) -> str:
+    """Decisions, a row a pair, from those that are noted (core.schema.decision_schema)."""
+    return f"""(SELECT * FROM {noted} UNION ALL SELECT p.uid, true, false, NULL, NULL, p.uid, NULL, NULL, NULL
+        FROM {pairs} p ANTI JOIN {noted} d ON p.uid = d.uid)"""
 
 
 def says(error: Exception) -> str:
@@ -187,10 +198,3 @@ def query(connection: duckdb.DuckDBPyConnection, sql: str) -> duckdb.DuckDBPyCon
 def columns(connection: duckdb.DuckDBPyConnection, view: str) -> list[str]:
     """Column names of a view."""
     return [row[0] for row in connection.execute(f"DESCRIBE {view}").fetchall()]
-
-
-def require_column(connection: duckdb.DuckDBPyConnection, view: str, column: str, hint: str = "") -> None:
-    """Raise InputError naming the nearest column where `view` lacks `column`."""
-    known = columns(connection, view)
-    if column not in known:
-        raise InputError(f"{view} has no column {column!r}: {nearest(column, known)}{'; ' + hint if hint else ''}")

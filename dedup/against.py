@@ -16,15 +16,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dedup import bands, phash, store
+from dedup import bands, minhash, phash
 from dedup.evidence import KINDS
 from dedup.match import MIN_WORDS, jaccard
-from dedup.minhash import PERMUTATIONS
-from dedup.sign import MINHASHES
+from dedup.sign import unpacked
 from dedup.tokens import Sets
 
 if TYPE_CHECKING:
-    from core.storage import Folder
     from dedup.config import DedupConfig
     from dedup.evalsets import Items
     from dedup.evidence import Pairs
@@ -101,8 +99,13 @@ class Matches:
         }
 
 
-def match(folder: Folder, pairs: Pairs, items: Items, config: DedupConfig) -> Matches:
-    """The strictest match of each pair: URL, bytes, equal caption, picture hash, similar caption, in this order."""
+def match(pairs: Pairs, sets: Sets, items: Items, config: DedupConfig) -> Matches:
+    """The strictest match of each pair: URL, bytes, equal caption, picture hash, similar caption, in this order.
+
+    Args:
+        pairs: with the columns of store.KEYS.
+        sets: their word sets by set number.
+    """
     theirs, n = items.signed, len(pairs)
     hit = np.zeros(len(theirs), bool)
     found = Matches(items, np.full(n, -1), np.zeros(n, np.int8), np.zeros(n, np.float32), hit)
@@ -120,7 +123,7 @@ def match(folder: Folder, pairs: Pairs, items: Items, config: DedupConfig) -> Ma
         elif kind == "image_hash":
             _note(found, kind, *_near_pictures(pairs, theirs, 1 - config.image_bits / 256, hit))
         else:
-            _note(found, kind, *_near_captions(folder, pairs, items, config.threshold, hit))
+            _note(found, kind, *_near_captions(pairs, sets, items, config, hit))
     return found
 
 
@@ -131,8 +134,7 @@ def _note(found: Matches, kind: str, row: I64, similarity: F32) -> None:
 
 def _known(pairs: Pairs, name: str) -> tuple[I64, U64]:
     """Rows that have this key, and their keys."""
-    column = pairs.table[name]
-    return np.flatnonzero(column.is_valid().to_numpy()), column.drop_null().to_numpy()
+    return np.flatnonzero(pairs.known(name)), pairs.table[name].drop_null().to_numpy()
 
 
 def _of_key(rows: I64, keys: U64, their_rows: I64, their_keys: U64, total: int) -> I64:
@@ -194,41 +196,32 @@ def _near_pictures(pairs: Pairs, theirs: Pairs, at_least: float, hit: Mask) -> t
     return np.where(thing >= 0, first[thing], -1), np.where(has, best.similarity[pairs.hash_row], 0).astype(np.float32)
 
 
-def _near_captions(folder: Folder, pairs: Pairs, items: Items, threshold: float, hit: Mask) -> tuple[I64, F32]:
+def _near_captions(pairs: Pairs, ours: Sets, items: Items, config: DedupConfig, hit: Mask) -> tuple[I64, F32]:
     """The most similar caption of the set, of those of five words and more. Adds to `hit` the set's rows near enough."""
-    none = np.full(len(pairs), -1), np.zeros(len(pairs), np.float32)
-    their_keys, their_tokens, their_offsets = store.unpacked(items.sets)
-    if not len(their_keys):
-        return none
-    minhashes = store.MinHashes.of(folder)
-    keys = minhashes.keys
-    if not len(keys):
-        return none
-    _, rows = bands.rows_for(threshold)
-    met = np.zeros(0, np.uint64)
-    for start in range(0, PERMUTATIONS, rows):
-        band = range(start, start + rows)
-        ours, there = bands.meeting(
-            bands.fold_columns(minhashes(band)), bands.fold_columns(items.sets[MINHASHES[k]].to_numpy() for k in band)
-        )
-        met = bands.merged(met, bands.ascending((ours.astype(np.uint64) << np.uint64(32)) | there.astype(np.uint64)))
-    ours, there = bands.unpair(met)
-    used = np.unique(ours)
-    mine = store.load_sets(folder, keys[used])
-    sizes = np.diff(their_offsets)
-    sets = Sets(
-        np.concatenate((mine.flat, their_tokens)),
-        np.concatenate((mine.starts, their_offsets[:-1] + len(mine.flat))),
-        np.concatenate((mine.sizes, sizes)),
+    their_keys, tokens, offsets = unpacked(items.sets)
+    full = np.flatnonzero(ours.sizes)
+    if not len(their_keys) or not len(full):
+        return np.full(len(pairs), -1), np.zeros(len(pairs), np.float32)
+    both = Sets(
+        np.concatenate((ours.flat, tokens)),
+        np.concatenate((ours.starts, offsets[:-1] + len(ours.flat))),
+        np.concatenate((ours.sizes, np.diff(offsets))),
     )
-    best = _Best(len(keys), len(their_keys))
-    best.meet(ours, there, jaccard(sets, np.searchsorted(used, ours), there + len(used)), threshold)
+    theirs = np.arange(len(ours.sizes), len(both.sizes))
+    _, rows = bands.rows_for(config.threshold)
+    met = np.zeros(0, np.uint64)
+    keys = zip(*(minhash.band_keys(both, which, rows, config.minhash) for which in (full, theirs)), strict=True)
+    for our_keys, keys_there in keys:
+        here, there = bands.meeting(our_keys, keys_there)
+        met = bands.merged(met, bands.pair_keys(full[here], theirs[there]))
+    here, there = bands.unpair(met)
+    best = _Best(len(ours.sizes), len(their_keys))
+    best.meet(here, there - len(ours.sizes), jaccard(both, here, there), config.threshold)
     hit |= np.isin(items.signed.set_key, their_keys[best.met])
     row_of_set = _of_key(np.arange(len(their_keys)), their_keys, *_with_sets(items.signed), len(their_keys))
-    at = np.minimum(np.searchsorted(keys, pairs.set_key), len(keys) - 1)
-    has = keys[at] == pairs.set_key
-    thing = np.where(has, best.thing[at], -1)
-    return np.where(thing >= 0, row_of_set[thing], -1), np.where(has, best.similarity[at], 0).astype(np.float32)
+    has = pairs.set_number >= 0
+    thing = np.where(has, best.thing[pairs.set_number], -1)
+    return np.where(thing >= 0, row_of_set[thing], -1), np.where(has, best.similarity[pairs.set_number], 0)
 
 
 def _with_sets(pairs: Pairs) -> tuple[I64, U64]:

@@ -1,12 +1,13 @@
 """Banding: which rows share a bucket, one band at a time, and which pairs of them are worth comparing.
 
-N rows with one key each, M of them in buckets with others. Grouping in numpy takes 20 ns a row and band where DuckDB takes
-120, and 30 bytes a row, one band at a time.
+N rows with one key of 32 bits each, M of them in buckets with others. Candidates are verified, so two keys that pass for one
+by chance cost a comparison. Grouping in numpy takes 20 ns a row and band where DuckDB takes 120, and 30 bytes a row, one
+band at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,12 @@ import numpy.typing as npt
 
 from dedup.minhash import PERMUTATIONS
 
+U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 Nearness = Callable[[I64], U64]
 
-_UPPER = np.uint64(0xFFFFFFFF00000000)
+_LOWER = np.uint64(0xFFFFFFFF)
 WINDOW = 3  # a bucket of up to four rows is compared completely; larger ones along the sorted chain
 ROWS = ((0.75, 5), (0.65, 4), (0.5, 3), (0.0, 2))  # expected recall at the lower end: .95, .96, .94; at 0.8: .99
 
@@ -36,40 +38,32 @@ def expected_recall(similarity: float, rows: int) -> float:
     return 1.0 - (1.0 - similarity**rows) ** (PERMUTATIONS // rows)
 
 
-def fold_columns(columns_RN: Iterable[npt.NDArray[np.uint32]]) -> U64:
-    """One uint64 key a row from R columns, the upper half well mixed."""
-    first_N, *others_RN = columns_RN
-    key_N = first_N * np.uint64(0xD6E8FEB86659FD93)
-    for column_N in others_RN:
-        key_N ^= key_N >> np.uint64(32)
-        key_N ^= column_N
-        key_N *= np.uint64(0xD6E8FEB86659FD93)
-    return key_N
+def buckets(keys_N: U32) -> tuple[I64, U32]:
+    """The rows whose key others have too, in order of (key, row), and their keys, which must be well mixed.
 
-
-def buckets(keys_N: U64) -> tuple[I64, U64]:
-    """The rows whose key others have too, in order of (key, row), and the keys' upper halves.
-
-    Keys are told apart by their upper half, which must be well mixed; candidates are verified, so that two keys in four
-    thousand million pass for one costs nothing. Nine rows in ten are alone, and a table of slots shows that at a fifth of
-    a sort's time.
+    Nine rows in ten are alone, and a table of slots shows that at a fifth of a sort's time.
     """
-    rows_N = np.arange(len(keys_N), dtype=np.uint32)
-    shift = np.uint64(63 - len(keys_N).bit_length())
-    slots_N = (keys_N >> shift).astype(np.int64)
-    last = np.empty(1 << (64 - int(shift)), np.uint32)
-    last[slots_N] = rows_N
-    crowded = np.zeros(len(last), bool)
-    crowded[slots_N[last[slots_N] != rows_N]] = True
-    rows = np.flatnonzero(crowded[slots_N])
-    ordered = np.sort((keys_N[rows] & _UPPER) | rows.astype(np.uint64))
-    upper = ordered >> np.uint64(32)
+    rows = crowded(keys_N)
+    ordered = np.sort((keys_N[rows].astype(np.uint64) << np.uint64(32)) | rows.astype(np.uint64))
+    upper = (ordered >> np.uint64(32)).astype(np.uint32)
     same = upper[1:] == upper[:-1]
     shared = np.concatenate((same, [False])) | np.concatenate(([False], same)) if len(rows) else same
-    return (ordered[shared] & ~_UPPER).astype(np.int64), upper[shared]
+    return (ordered[shared] & _LOWER).astype(np.int64), upper[shared]
 
 
-def candidates(rows_M: I64, keys_M: U64, nearness: Nearness, names_N: I64 | None = None) -> U64:
+def crowded(keys_N: npt.NDArray[Any]) -> I64:
+    """The rows whose key has others in its slot, ascending: all that share a key, and some that share its upper bits."""
+    shift = keys_N.dtype.type(8 * keys_N.itemsize - min(len(keys_N).bit_length() + 1, 8 * keys_N.itemsize - 1))
+    slots_N = (keys_N >> shift).astype(np.int64)
+    rows_N = np.arange(len(keys_N), dtype=np.uint32)
+    last = np.empty(1 << (8 * keys_N.itemsize - int(shift)), np.uint32)
+    last[slots_N] = rows_N
+    full = np.zeros(len(last), bool)
+    full[slots_N[last[slots_N] != rows_N]] = True
+    return np.flatnonzero(full[slots_N])
+
+
+def candidates(rows_M: I64, keys_M: U32, nearness: Nearness, names_N: I64 | None = None) -> U64:
     """Pairs worth comparing inside each bucket of `buckets`, as sorted distinct `smaller << 32 | larger`.
 
     Every row is paired with the next `WINDOW` rows of its bucket, and with the bucket's first: a star alone decays in
@@ -97,10 +91,15 @@ def meeting(ours: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> tuple[I64, I64]
     """All (i, j) with ours[i] == theirs[j]; `theirs` is the smaller."""
     order = np.argsort(theirs, kind="stable")
     low = np.searchsorted(theirs, ours, "left", sorter=order)
-    count = np.searchsorted(theirs, ours, "right", sorter=order) - low
-    left = np.repeat(np.arange(len(ours)), count)
-    inside = np.arange(len(left)) - np.repeat(np.cumsum(count) - count, count)
-    return left, order[np.repeat(low, count) + inside]
+    left, right = spread(low, np.searchsorted(theirs, ours, "right", sorter=order) - low)
+    return left, order[right]
+
+
+def spread(begins: I64, counts: I64) -> tuple[I64, I64]:
+    """All (i, j) with begins[i] <= j < begins[i] + counts[i], in order."""
+    left = np.repeat(np.arange(len(counts)), counts)
+    inside = np.arange(len(left)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return left, begins[left] + inside
 
 
 def pair_keys(a: I64, b: I64) -> U64:
@@ -127,4 +126,4 @@ def _once(keys: U64) -> U64:
 
 def unpair(pairs: U64) -> tuple[I64, I64]:
     """(smaller, larger) row numbers of `pair_keys`."""
-    return (pairs >> np.uint64(32)).astype(np.int64), (pairs & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    return (pairs >> np.uint64(32)).astype(np.int64), (pairs & _LOWER).astype(np.int64)

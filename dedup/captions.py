@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -13,7 +14,9 @@ import xxhash
 
 from core import catalog
 from core.errors import InputError, nearest
+from core.schema import Outcome
 from core.storage import Folder, expand
+from dedup.sign import opened
 
 if TYPE_CHECKING:
     import duckdb
@@ -77,9 +80,29 @@ def stage(folder: Folder, config: DedupConfig) -> str:
     return HOME
 
 
+def at(folder: Folder, parts: str, rows: npt.NDArray[np.integer[Any]]) -> pa.ChunkedArray:
+    """The captions of these rows of the signatures of `parts`, part after part; no other part is read."""
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    start, found = 0, [pa.array([], pa.string())]
+    for name in folder.list(f"{parts}/*.parquet"):
+        with opened(folder, f"dedup/signatures/{name.rpartition('/')[2]}") as signed:
+            stop = start + signed.metadata.num_rows
+        wanted = ordered[np.searchsorted(ordered, start) : np.searchsorted(ordered, stop)] - start
+        start = stop
+        if len(wanted):
+            with opened(folder, name) as file:
+                table = file.read(columns=["caption", *({"outcome"} & set(file.schema_arrow.names))])
+            if "outcome" in table.column_names:
+                table = table.filter(pc.equal(table["outcome"], Outcome.OK.value))
+            found += table["caption"].take(pa.array(wanted)).chunks
+    back = np.empty(len(rows), np.int64)
+    back[order] = np.arange(len(rows))
+    return pa.chunked_array(found).take(pa.array(back))
+
+
 def _batches(connection: duckdb.DuckDBPyConnection, source: str, config: DedupConfig) -> Iterator[pa.RecordBatch]:
     """The table in its own order, as batches of uid and caption."""
-    connection.execute(f"SET memory_limit = '{config.memory_gb}GB'")
     names = [row[0] for row in connection.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()]
     if config.caption_col not in names:
         raise InputError(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from dedup.bands import crowded
+
 I64 = npt.NDArray[np.int64]
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd, so that a product tells apart what its factor does
 MOST_LEADERS = 256  # greedy compares every row of a component with each leader; beyond this many it would be quadratic
 
 # (row numbers, row numbers) -> whether each pair is similar enough
@@ -19,9 +23,18 @@ def components(n: int, a: I64, b: I64) -> I64:
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
-    graph = coo_array((np.ones(len(a), np.int8), (a, b)), shape=(n, n))
+    result = np.arange(n)
+    if not len(a):
+        return result
+    touched = np.zeros(n, bool)
+    touched[a] = touched[b] = True
+    rows = np.flatnonzero(touched)
+    number = np.zeros(n, np.int32)
+    number[rows] = np.arange(len(rows), dtype=np.int32)
+    graph = coo_array((np.ones(len(a), np.int8), (number[a], number[b])), shape=(len(rows), len(rows)))
     _, label = connected_components(graph, directed=False)
-    return smallest_of(label.astype(np.int64))
+    result[rows] = rows[smallest_of(label.astype(np.int64))]
+    return result
 
 
 def smallest_of(label: I64) -> I64:
@@ -31,15 +44,21 @@ def smallest_of(label: I64) -> I64:
     return first[label]
 
 
-def first_of(keys: npt.NDArray[np.generic]) -> I64:
-    """The smallest row number with the same key, for each row; keys are of any kind."""
-    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-    return first[inverse].astype(np.int64)
+def first_of(keys: npt.NDArray[np.unsignedinteger[Any]]) -> I64:
+    """The smallest row number with the same key, for each row; keys are well mixed (of any others it takes a sort)."""
+    result = np.arange(len(keys))
+    rows = crowded(keys)
+    order = np.argsort(keys[rows], kind="stable")
+    rows, ordered = rows[order], keys[rows[order]]
+    new = np.ones(len(rows), bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    result[rows] = rows[np.flatnonzero(new)[np.cumsum(new) - 1]] if len(rows) else rows
+    return result
 
 
 def joined(a: I64, b: I64) -> I64:
     """Groups of rows that agree in both labels (numbers below 2^31), named by their smallest row."""
-    return first_of((a << 32) | b)
+    return first_of(((a << 32) | b).view(np.uint64) * _SPREAD)
 
 
 def best_of(label: I64, rank: I64) -> I64:

@@ -62,20 +62,16 @@ class DedupConfig(UnitsConfig):
     with captions, URLs or pictures. Pairs that show one of its pictures or say one of its captions are dropped. May be
     given more than once."""
     balance: int = setting(0, stable=False)
-    """Balance captions as MetaCLIP did: an entry that more than this many captions hold is sampled down to about it, and
-    captions without an entry go (MetaCLIP: 20000 for 400 M pairs); 0 leaves them alone."""
-    balance_entries: str = setting("", stable=False)
-    """Text file of the entries to balance by, one word or phrase a line; empty takes the data's own words."""
+    """Balance captions as MetaCLIP did, by the data's own words: one that more than this many captions hold is sampled down
+    to about it (MetaCLIP: 20000 for 400 M pairs); 0 leaves them alone."""
     minhash: Literal["numpy", "datasketch"] = setting("numpy", stable=False)
     """Who computes the caption signatures: `datasketch` is the slow reference (ten times slower)."""
-    memory_gb: float = setting(4.0, stable=False)
-    """Memory DuckDB may use before it spills to the temporary folder, in GB."""
     dry_run: bool = setting(False, flags="--dry-run/--decide", stable=False)
     """Report what would be dropped, rule by rule, and decide nothing."""
 
     def decides(self) -> dict[str, object]:
         """The settings that another decision over the same signatures may change."""
-        ignored = {"work", "workers", "engine", "fresh", "part", "memory_gb", "dry_run", "captions", "caption_col"}
+        ignored = {"work", "workers", "engine", "fresh", "part", "dry_run", "captions", "caption_col"}
         values = {f.name: redacted(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name not in ignored}
         return {**values, "preset": list(self.preset), "against": list(redacted(self.against))}
 
@@ -90,12 +86,8 @@ class DedupConfig(UnitsConfig):
                 "--max-captions-per-image starts at 0 (no limit) and --max-images-per-caption at 1, found "
                 f"{self.max_captions_per_image} and {self.max_images_per_caption}"
             )
-        if not 0 < self.memory_gb <= 1e6:
-            raise ConfigError(f"--memory-gb: expected more than 0, up to a million, found {self.memory_gb:g}")
-        if self.balance < 0 or (self.balance_entries and not self.balance):
-            raise ConfigError(
-                f"--balance: expected 1 or more (0 is off, and then there are no entries to balance), found {self.balance}"
-            )
+        if self.balance < 0:
+            raise ConfigError(f"--balance: expected 1 or more (0 is off), found {self.balance}")
         if self.workers < 0:
             raise ConfigError(f"--workers: expected 0 or more, found {self.workers}")
         if self.dry_run and self.fresh:

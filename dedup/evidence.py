@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from dedup import phash
-from dedup.bands import ascending
 from dedup.clusters import first_of
 from dedup.match import Edges, jaccard
 from dedup.tokens import Sets
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 F32 = npt.NDArray[np.float32]
+Hashes = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
 
 # From the loosest to the strictest; a pair's removal is known by the loosest of what it rests on.
 KINDS = ("minhash", "image_hash", "caption", "sha256", "url")
@@ -33,22 +33,26 @@ KINDS = ("minhash", "image_hash", "caption", "sha256", "url")
 class Pairs:
     """The signatures of N pairs in order of uid, every uid once. Row numbers index all of them.
 
-    What depends on no setting (who has the same URL, bytes, words, hash) takes sorting; `prepared` puts it into the table,
-    where it is found from then on.
+    What depends on no setting (who has the same URL, bytes, words, hash) takes sorting; `numbered` is that as a table, which
+    is kept, and `table` then holds it in place of what it was made from.
+
+    Args:
+        hashes_of: loads `hashes` where they are kept.
     """
 
     table: pa.Table
+    hashes_of: Callable[[], Hashes] | None = None
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
 
-    def numbers(self, name: str) -> npt.NDArray[np.generic]:
+    def numbers(self, name: str) -> npt.NDArray[Any]:
         return np.asarray(self.table[name].to_numpy())
 
     @cached_property
     def text(self) -> U64:
         """Key of each normalised caption; 0 for one without words."""
-        return self.numbers("caption_key").astype(np.uint64)
+        return self.numbers("caption_key")
 
     @cached_property
     def words(self) -> I64:
@@ -57,23 +61,20 @@ class Pairs:
 
     @cached_property
     def set_key(self) -> U64:
-        return self.numbers("set_key").astype(np.uint64)
+        return self.numbers("set_key")
 
-    def prepared(self) -> pa.Table:
-        """The table with the columns `url_row`, `body_row`, `text_row`, `set_number` and `hash_row`."""
+    def numbered(self) -> pa.Table:
+        """Columns `url_row`, `body_row`, `text_row`, `set_number`, `hash_row` and `rank`, all int32."""
         columns = {
             "url_row": self.url, "body_row": self.body, "text_row": self.same_text, "set_number": self.set_number,
-            "hash_row": self.hash_row,
+            "hash_row": self.hash_row, "rank": self.rank,
         }  # fmt: skip
-        table = self.table
-        for name, values in columns.items():
-            table = table.append_column(name, pa.array(values))
-        return table
+        return pa.table({name: pa.array(values.astype(np.int32)) for name, values in columns.items()})
 
     @cached_property
     def url(self) -> I64:
         """The first row with the same URL; pairs without one are told apart by the bytes of their picture."""
-        return self._noted("url_row", lambda: np.where(self._known("url_key"), self._first("url_key"), self.body))
+        return self._noted("url_row", lambda: np.where(self.known("url_key"), self._first("url_key"), self.body))
 
     @cached_property
     def body(self) -> I64:
@@ -87,14 +88,15 @@ class Pairs:
 
     @cached_property
     def set_number(self) -> I64:
-        """Which of the distinct set keys, in ascending order, each pair's is."""
-        return self._noted("set_number", lambda: np.unique(self.set_key, return_inverse=True)[1].astype(np.int64))
+        """Which of `set_keys` each pair's is; -1 for a caption without words."""
+        return self._noted("set_number", self._number_sets)
 
-    @property
+    @cached_property
     def set_keys(self) -> U64:
         """The distinct set keys, ascending."""
         keys = np.zeros(int(self.set_number.max(initial=-1)) + 1, np.uint64)
-        keys[self.set_number] = self.set_key
+        some = self.set_number >= 0
+        keys[self.set_number[some]] = self.set_key[some]
         return keys
 
     @cached_property
@@ -103,49 +105,69 @@ class Pairs:
         return self._noted("hash_row", self._number_hashes)
 
     @cached_property
-    def hashes(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    def rank(self) -> I64:
+        """0 is the best pair: more pixels, then more different words, then the smaller uid."""
+        return self._noted("rank", self._ranked)
+
+    @cached_property
+    def hashes(self) -> Hashes:
         """Distinct picture hashes, sorted, and their mirrored twins, [H, 32] each."""
+        if self.hashes_of is not None:
+            return self.hashes_of()
         first = np.zeros(int(self.hash_row.max(initial=-1)) + 1, np.int64)
         rows = np.flatnonzero(self.hash_row >= 0)[::-1]
         first[self.hash_row[rows]] = rows
-        return _bytes_of(self.table["image_hash"], first), _bytes_of(self.table["image_hash_mirrored"], first)
+        return bytes_of(self.table["image_hash"], first), bytes_of(self.table["image_hash_mirrored"], first)
+
+    def known(self, name: str) -> npt.NDArray[np.bool_]:
+        """Which rows have this column."""
+        return np.asarray(self.table[name].is_valid().to_numpy())
+
+    def _number_sets(self) -> I64:
+        first = np.where(self.set_key == 0, -1, first_of(self.set_key))
+        distinct = np.flatnonzero(first == np.arange(len(self)))
+        number = np.full(len(self), -1)
+        number[distinct[np.argsort(self.set_key[distinct])]] = np.arange(len(distinct))
+        return np.where(first < 0, -1, number[first])
 
     def _number_hashes(self) -> I64:
-        rows = np.flatnonzero(self._known("image_hash") & self._known("image_hash_mirrored"))
-        direct = _bytes_of(self.table["image_hash"], rows)
+        rows = np.flatnonzero(self.known("image_hash") & self.known("image_hash_mirrored"))
+        direct = bytes_of(self.table["image_hash"], rows)
         good = phash.usable(direct)
         which = np.full(len(self), -1, np.int64)
         which[rows[good]] = np.unique(direct[good].view("V32").ravel(), return_inverse=True)[1]
         return which
 
+    def _ranked(self) -> I64:
+        words = np.minimum(self.words, np.iinfo(np.int16).max).astype(np.int16)  # a stable sort of 16 bits is by radix
+        order = np.argsort(-words, kind="stable")
+        order = order[np.argsort(-self.numbers("pixels")[order], kind="stable")]
+        rank = np.empty(len(self), np.int64)
+        rank[order] = np.arange(len(self))
+        return rank
+
     def _noted(self, name: str, make: Callable[[], I64]) -> I64:
         return self.numbers(name).astype(np.int64) if name in self.table.column_names else make()
 
-    def _known(self, name: str) -> npt.NDArray[np.bool_]:
-        return np.asarray(self.table[name].is_valid().to_numpy())
-
     def _first(self, name: str) -> I64:
-        known = np.flatnonzero(self._known(name))
-        keys = self.table[name].drop_null().to_numpy()
-        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+        known = np.flatnonzero(self.known(name))
         result = np.arange(len(self))
-        result[known] = known[first[inverse]]
+        result[known] = known[first_of(self.table[name].drop_null().to_numpy())]
         return result
 
 
-def _bytes_of(column: pa.ChunkedArray, rows: I64) -> npt.NDArray[np.uint8]:
-    """Binary values of 32 bytes at `rows`, [len(rows), 32]."""
-    chosen = column.take(pa.array(rows)).combine_chunks()
+def bytes_of(column: pa.ChunkedArray, rows: I64 | None = None) -> npt.NDArray[np.uint8]:
+    """Binary values of 32 bytes at `rows`, or all, [n, 32]."""
+    chosen = (column if rows is None else column.take(pa.array(rows))).combine_chunks()
     return np.frombuffer(b"".join(chosen.to_pylist()), np.uint8).reshape(-1, 32)
 
 
 @dataclass(frozen=True)
 class Likeness:
-    """Exact similarity of pairs given by row numbers. `sets_of(keys)` loads the token sets with these sorted keys."""
+    """Exact similarity of pairs given by row numbers. `sets_of()` gives the token sets by set number."""
 
     pairs: Pairs
-    sets_of: Callable[[U64], Sets]
-    _latest: list[tuple[U64, Sets]] = field(default_factory=list)
+    sets_of: Callable[[], Sets]
 
     def image(self, a: I64, b: I64) -> F32:
         return self._image(a, b)[0]
@@ -167,32 +189,19 @@ class Likeness:
         return similarity, kind
 
     def _caption(self, a: I64, b: I64) -> tuple[F32, npt.NDArray[np.int8]]:
-        keys_a, keys_b = self.pairs.set_key[a], self.pairs.set_key[b]
-        similarity = ((keys_a == keys_b) & (keys_a != 0)).astype(np.float32)
+        pairs = self.pairs
+        sets_a, sets_b = pairs.set_number[a], pairs.set_number[b]
+        similarity = ((sets_a == sets_b) & (sets_a >= 0)).astype(np.float32)
         kind = np.full(len(a), KINDS.index("minhash"), np.int8)
-        same = (self.pairs.text[a] == self.pairs.text[b]) & (self.pairs.text[a] != 0)
-        kind[same] = KINDS.index("caption")
-        other = np.flatnonzero(similarity == 0)
-        wanted = ascending(np.concatenate((keys_a[other], keys_b[other])))
-        sets = self._sets(wanted)
-        if len(wanted):
-            similarity[other] = jaccard(
-                sets, np.searchsorted(wanted, keys_a[other]), np.searchsorted(wanted, keys_b[other])
-            )
+        kind[pairs.same_text[a] == pairs.same_text[b]] = KINDS.index("caption")
+        other = np.flatnonzero((similarity == 0) & (sets_a >= 0) & (sets_b >= 0))
+        if len(other):
+            similarity[other] = jaccard(self.sets_of(), sets_a[other], sets_b[other])
         return similarity, kind
 
-    def _sets(self, wanted: U64) -> Sets:
-        """The sets with these sorted keys; what one comparison asks for, the next ones mostly ask for again."""
-        if self._latest:
-            keys, sets = self._latest[0]
-            at = np.minimum(np.searchsorted(keys, wanted), max(len(keys) - 1, 0))
-            if len(keys) and np.array_equal(keys[at], wanted):
-                return Sets(sets.flat, sets.starts[at], sets.sizes[at])
-        self._latest[:] = [(wanted, self.sets_of(wanted))]
-        return self._latest[0][1]
-
-    def of_removals(self, decisions: Decisions) -> tuple[pa.Array, pa.Array]:
-        """Evidence and similarity of each pair that has a survivor: of the looser side where it rests on both."""
+    def of_removals(self, decisions: Decisions) -> tuple[F32, npt.NDArray[np.int8]]:
+        """Similarity and kind of evidence of each pair that has a survivor, else 0 and -1: of the looser side where it rests
+        on both."""
         rows = np.flatnonzero(decisions.survivor >= 0)
         survivors = decisions.survivor[rows]
         by_caption = decisions.has("caption_duplicate")[rows]
@@ -200,26 +209,26 @@ class Likeness:
         similarity, kind = np.ones(len(rows), np.float32), np.full(len(rows), len(KINDS), np.int8)
         for used, compare in ((~by_caption, self._image), (by_caption | by_both, self._caption)):
             at = np.flatnonzero(used)
-            value, known_by = compare(rows[at], survivors[at])
-            looser = (value < similarity[at]) | ((value == similarity[at]) & (known_by < kind[at]))
-            similarity[at[looser]], kind[at[looser]] = value[looser], known_by[looser]
-        place = np.zeros(len(self.pairs), np.int64)
-        place[rows] = np.arange(len(rows))
-        at_row = pa.array(place, mask=decisions.survivor < 0)
-        names = pa.DictionaryArray.from_arrays(pa.array(kind), pa.array(KINDS)).cast(pa.string())
-        return names.take(at_row), pa.array(similarity).take(at_row)
+            if len(at):
+                value, known_by = compare(rows[at], survivors[at])
+                looser = (value < similarity[at]) | ((value == similarity[at]) & (known_by < kind[at]))
+                similarity[at[looser]], kind[at[looser]] = value[looser], known_by[looser]
+        of_all, kind_of_all = np.zeros(len(self.pairs), np.float32), np.full(len(self.pairs), -1, np.int8)
+        of_all[rows], kind_of_all[rows] = similarity, kind
+        return of_all, kind_of_all
 
 
 def image_groups(pairs: Pairs, edges: Edges) -> tuple[I64, I64]:
     """Edges (a, b) between rows whose pictures are the same: URL, bytes, hash, or hashes joined by `edges`."""
     rows = np.arange(len(pairs))
+    a, b = [], []
+    for same in (pairs.url, pairs.body):
+        copies = np.flatnonzero(same != rows)
+        a.append(copies)
+        b.append(same[copies])
     hashed = np.flatnonzero(pairs.hash_row >= 0)
-    which, first = np.unique(pairs.hash_row[hashed], return_index=True)
-    first_row = hashed[first]  # `which` counts from 0 without gaps: every distinct hash has a row
-    a = [rows, rows, hashed, first_row[edges.a]] if len(which) else [rows, rows]
-    b = (
-        [pairs.url, pairs.body, first_row[pairs.hash_row[hashed]], first_row[edges.b]]
-        if len(which)
-        else [pairs.url, pairs.body]
-    )
+    first_row = np.zeros(int(pairs.hash_row.max(initial=-1)) + 1, np.int64)
+    first_row[pairs.hash_row[hashed[::-1]]] = hashed[::-1]
+    a += [hashed, first_row[edges.a]]
+    b += [first_row[pairs.hash_row[hashed]], first_row[edges.b]]
     return np.concatenate(a), np.concatenate(b)

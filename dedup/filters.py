@@ -24,6 +24,8 @@ from core.errors import InputError, UsageError, nearest
 from core.schema import pair_fields
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import duckdb
 
     from dedup.config import DedupConfig
@@ -57,8 +59,11 @@ class Verdicts:
         )
 
 
-def judge(connection: duckdb.DuckDBPyConnection, config: DedupConfig) -> Verdicts | None:
+def judge(connect: Callable[[], duckdb.DuckDBPyConnection], config: DedupConfig) -> Verdicts | None:
     """Evaluate every condition of `config` over the fetched pairs, or None where there is no condition that applies.
+
+    Args:
+        connect: gives a connection with the view `pairs`.
 
     Raises:
         UsageError: a condition that DuckDB does not accept, in DuckDB's words.
@@ -67,7 +72,10 @@ def judge(connection: duckdb.DuckDBPyConnection, config: DedupConfig) -> Verdict
     rules = [Rule("where", config.where)] if config.where else []
     for name in config.preset:
         rules += load_preset(name)
-    known = catalog.columns(connection, "pairs") if rules or config.holdout else []
+    if not rules and not config.holdout:
+        return None
+    connection = connect()
+    known = catalog.columns(connection, "pairs")
     rules = [rule for rule in rules if rule.needs is None or rule.needs in known]
     if not rules and not config.holdout:
         return None

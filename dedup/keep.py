@@ -5,8 +5,11 @@ Signatures and verified edges are kept in the work folder, so deciding again und
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,29 +20,34 @@ import pyarrow as pa
 import xxhash
 
 from core import catalog
-from core.errors import ConfigError, InputError
+from core.errors import ConfigError, HardwareError, InputError
 from core.runner import cores
 from core.storage import Folder
 from core.work import Stage, fingerprint, open_stage
-from dedup import against, balance, bands, boilerplate, captions, evalsets, filters, oracle, policy, store
+from dedup import against, balance, bands, boilerplate, captions, evalsets, filters, oracle, policy
 from dedup.clusters import components, smallest_of
 from dedup.config import DedupConfig
 from dedup.evidence import Likeness, Pairs, image_groups
 from dedup.publish import CLUSTERS, DECISIONS, publish
 from dedup.sign import digests_of, sign, units_of, unsigned
+from dedup.store import Store
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import duckdb
     from rich.console import RenderableType
 
     from dedup.filters import Verdicts
+    from dedup.tokens import Sets
 
 log = logging.getLogger("pairmill.dedup")
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 PARTS = "ingest/parts"
-KEPT = ("signatures", "sets", "edges", "against")  # each of these files says what it was made from
+KEPT = ("signatures", "sets", "edges", "against", "pairs.parquet")  # each of these files says what it was made from
 LARGEST = 5
+DUCKDB_GB = 4.0  # of memory, or a quarter of the machine's: sorting beyond that spills to the temporary folder
 ALARM_SHARE, ALARM_PAIRS = 0.01, 100  # a cluster of captions this large is boilerplate more often than repetition
 
 
@@ -52,7 +60,8 @@ def run(config: DedupConfig) -> dict[str, Any]:
 
     Raises:
         InputError: nothing was ingested yet, a preset is unknown, or a column is missing.
-        ConfigError: a setting out of range, or too little memory for DuckDB.
+        ConfigError: a setting out of range.
+        HardwareError: too little memory for DuckDB.
         UsageError: a condition that DuckDB does not accept.
         DataError: a part cannot be read.
     """
@@ -77,8 +86,10 @@ def run(config: DedupConfig) -> dict[str, Any]:
         summary |= {"seconds": round(time.monotonic() - start, 3), "settings": settings}
         if config.dry_run:
             return summary
+        known = stage.finished
         finished = stage.finish(json.loads(json.dumps(summary)))
-    catalog.write(folder)
+    if not (known and bool(known.get("against")) == bool(sources) and folder.exists("catalog.duckdb")):
+        catalog.write(folder)  # where decisions were only replaced, its views are those that it has
     return finished
 
 
@@ -99,7 +110,7 @@ def _fingerprint(folder: Folder) -> str:
 def _is_decided(
     folder: Folder, finished: dict[str, Any] | None, settings: dict[str, object], sources: list[evalsets.Source]
 ) -> bool:
-    if finished is None or not (folder.exists(DECISIONS) and folder.exists(CLUSTERS)):
+    if finished is None or not all(folder.exists(name) for name in (DECISIONS, CLUSTERS, catalog.PAIRS)):
         return False
     known = [report["fingerprint"] for report in finished.get("against", [])]
     return bool(finished.get("settings") == settings and known == [source.digest for source in sources])
@@ -111,8 +122,8 @@ def _signed_in_part(stage: Stage, config: DedupConfig) -> dict[str, Any] | None:
         return None
     folder, at = stage.folder, dict[str, Any](workers=config.workers, engine=config.engine)
     units, digests = units_of(folder, PARTS), digests_of(folder, PARTS)
-    sign(folder, PARTS, stage.part.of(units), digests=digests, by=config.minhash, **at)
-    return stage.left_to_others(lambda: unsigned(folder, units, digests=digests, by=config.minhash))
+    sign(folder, PARTS, stage.part.of(units), digests=digests, **at)
+    return stage.left_to_others(lambda: unsigned(folder, units, digests=digests))
 
 
 def _judged(folder: Folder, config: DedupConfig, sources: list[evalsets.Source]) -> dict[str, Any]:
@@ -121,24 +132,44 @@ def _judged(folder: Folder, config: DedupConfig, sources: list[evalsets.Source])
 
     parts = captions.stage(folder, config) if config.captions else PARTS
     units, digests = units_of(folder, parts), digests_of(folder, parts)
-    views = () if config.captions else ("pairs",)
+    at: dict[str, Any] = {"workers": config.workers, "engine": config.engine}
     try:
-        with (
-            catalog.reading(folder),
-            catalog.connect(folder, memory_gb=config.memory_gb, views=views) as connection,
-        ):
-            connection.execute(f"SET threads = {config.workers or cores()}")
+        with catalog.reading(folder), _Connection(folder, config) as connection:
             verdicts = None if config.captions else filters.judge(connection, config)
-            at: dict[str, Any] = {"workers": config.workers, "engine": config.engine}
-            sign(folder, parts, units, digests=digests, by=config.minhash, **at)
+            sign(folder, parts, units, digests=digests, **at)
             sets = [evalsets.read(folder, source, **at) for source in sources]
-            return _Decider(connection, folder, parts, f"{config.minhash} {_digest(digests)}", config).run(
-                verdicts, sets
-            )
+            return _Decider(Store(folder, _digest(digests), connection), parts, config).run(verdicts, sets)
     except duckdb.OutOfMemoryException as error:
-        raise ConfigError(
-            f"--memory-gb {config.memory_gb:g} is too little for DuckDB; raise it or lower --workers"
+        raise HardwareError(
+            f"DuckDB needs more than the {_duckdb_gb():.3g} GB of memory that it may have here; lower --workers, or take a "
+            "machine with more"
         ) from error
+
+
+def _duckdb_gb() -> float:
+    return min(DUCKDB_GB, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4e9)
+
+
+class _Connection:
+    """DuckDB over the work folder, opened when it is first asked for: deciding again mostly needs none."""
+
+    def __init__(self, folder: Folder, config: DedupConfig) -> None:
+        self._folder, self._config, self._open = folder, config, contextlib.ExitStack()
+        self._made: duckdb.DuckDBPyConnection | None = None
+
+    def __enter__(self) -> _Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def __call__(self) -> duckdb.DuckDBPyConnection:
+        if self._made is None:
+            views = () if self._config.captions else ("pairs",)
+            made = catalog.connect(self._folder, memory_gb=_duckdb_gb(), views=views)
+            self._made = self._open.enter_context(made)
+            self._made.execute(f"SET threads = {self._config.workers or cores()}")
+        return self._made
 
 
 def _digest(digests: dict[str, str]) -> str:
@@ -147,30 +178,30 @@ def _digest(digests: dict[str, str]) -> str:
 
 @dataclass(frozen=True)
 class _Decider:
-    """Everything a decision reads. `of` tells the signatures apart that edges are made from."""
+    """Everything a decision reads."""
 
-    connection: duckdb.DuckDBPyConnection
-    folder: Folder
+    store: Store
     parts: str
-    of: str
     config: DedupConfig
 
-    def run(self, verdicts: Verdicts | None, sets: list[evalsets.Items]) -> dict[str, Any]:
+    def run(self, verdicts: Verdicts | None, evaluated: list[evalsets.Items]) -> dict[str, Any]:
         """Decide, publish unless it is a dry run, and sum up."""
-        pairs, rows, read = store.load_pairs(self.connection, self.folder, self.of)
-        verdicts = None if verdicts is None else verdicts.take(rows)
-        groups, measured = self._groups(pairs)
-        likeness = Likeness(pairs, lambda keys: store.load_sets(self.folder, keys))
+        pairs = self.store.pairs(keys=bool(evaluated))
+        copies = pairs.numbers("copies").astype(np.int64)
+        read = int(copies.sum())
+        verdicts = None if verdicts is None else verdicts.take(np.cumsum(copies) - copies)
+        sets = functools.cache(lambda: self.store.sets(int(pairs.set_number.max(initial=-1)) + 1))
+        groups, measured = self._groups(pairs, sets)
+        likeness = Likeness(pairs, sets)
         holdout = np.zeros(len(pairs), bool) if verdicts is None or verdicts.holdout is None else verdicts.holdout
-        matches = [against.match(self.folder, pairs, items, self.config) for items in sets]
+        matches = [against.match(pairs, sets(), items, self.config) for items in evaluated]
         decisions = policy.Decisions.all_kept(len(pairs))
-        rules = self._conditions(decisions, ~holdout, pairs, rows, verdicts, matches, groups)
-        rank = policy.ranked(*(pairs.numbers(name).astype(np.int64) for name in ("pixels", "words")))
-        policy.resolve(decisions, ~holdout, groups, rank, _rules(self.config), likeness.image, likeness.caption)
+        rules = self._conditions(decisions, ~holdout, pairs, verdicts, matches, groups)
+        policy.resolve(decisions, ~holdout, groups, pairs.rank, _rules(self.config), likeness.image, likeness.caption)
         if not self.config.dry_run:
-            publish(self.folder, pairs, groups, decisions, holdout, likeness, matches)
-        largest = _largest(self.connection, self.folder, self.parts, pairs, groups.caption)
-        empty = boilerplate.counts(pairs.numbers("boilerplate").astype(np.int8))
+            publish(self.store.folder, pairs, groups, decisions, holdout, likeness, matches)
+        largest = self._largest(pairs, groups.caption)
+        empty = boilerplate.counts(pairs.numbers("boilerplate"))
         _alarm(largest, empty, len(pairs))
         dropped = decisions.counts()
         if read > len(pairs):
@@ -190,21 +221,32 @@ class _Decider:
             "boilerplate": empty,
         }
 
-    def _groups(self, pairs: Pairs) -> tuple[policy.Groups, dict[str, Any]]:
+    def _groups(self, pairs: Pairs, sets: Callable[[], Sets]) -> tuple[policy.Groups, dict[str, Any]]:
         """Who is the same as whom, for all fetched pairs; and what an exact oracle says of a sample of that."""
         config = self.config
-        hashes, mirrored = pairs.hashes
-        pictures = store.image_edges(self.folder, hashes, mirrored)
-        image = components(len(pairs), *image_groups(pairs, pictures.at_least(1 - config.image_bits / 256)))
-        keys = pairs.set_keys
-        found = store.caption_edges(self.folder, keys, config.threshold, self.of)
+        pictures = self.store.image_edges(pairs).at_least(1 - config.image_bits / 256)
+        image = components(len(pairs), *image_groups(pairs, pictures))
+        found = self.store.caption_edges(sets, config.threshold, config.minhash)
         similar, sample = (edges.at_least(config.threshold) for edges in found)
-        of_set = components(len(keys), similar.a, similar.b)
-        caption = np.where(pairs.set_key == 0, np.arange(len(pairs)), smallest_of(of_set[pairs.set_number]))
+        of_set = components(int(pairs.set_number.max(initial=-1)) + 1, similar.a, similar.b)
+        caption, worded = np.arange(len(pairs)), np.flatnonzero(pairs.set_number >= 0)
+        caption[worded] = worded[smallest_of(of_set[pairs.set_number[worded]])]
         return policy.Groups(pairs.url, image, pairs.same_text, caption), oracle.measured(sample, similar, of_set)
 
+    def _largest(self, pairs: Pairs, caption: I64) -> list[dict[str, Any]]:
+        """The largest groups of near-equal captions, each with its first caption."""
+        count = np.bincount(caption)
+        top = np.flatnonzero(count > 1)
+        top = top[np.lexsort((top, -count[top]))][:LARGEST]
+        uids = pairs.table["uid"].take(pa.array(top)).to_pylist()
+        texts = self._captions(pairs, top).to_pylist()
+        return [{"pairs": int(count[t]), "caption": c, "uid": u} for t, c, u in zip(top, texts, uids, strict=True)]
+
+    def _captions(self, pairs: Pairs, rows: I64) -> pa.ChunkedArray:
+        return captions.at(self.store.folder, self.parts, pairs.numbers("signed_row")[rows])
+
     def _conditions(
-        self, decisions: policy.Decisions, free: Mask, pairs: Pairs, rows: I64, verdicts: Verdicts | None,
+        self, decisions: policy.Decisions, free: Mask, pairs: Pairs, verdicts: Verdicts | None,
         matches: list[against.Matches], groups: policy.Groups,
     ) -> list[dict[str, Any]]:  # fmt: skip
         """Drop what fails a condition, in order: --where, presets, --holdout, --against, --balance; counts of each."""
@@ -216,8 +258,7 @@ class _Decider:
         for found in matches:
             counts.append(_apply(decisions, found.reason, free & (found.row >= 0)))
         if self.config.balance:
-            captions = store.load_captions(self.connection, self.folder, self.parts).take(pa.array(rows))
-            entries = balance.entries(captions, self.config.balance, self.config.balance_entries)
+            entries = balance.entries(self._captions(pairs, np.arange(len(pairs))), self.config.balance)
             draws = balance.draws(pairs.table["uid"])
             alone, left = (entries.keeps(m, self.config.balance, draws) for m in (free, free & decisions.kept))
             counts.append(_apply(decisions, "balance", free & ~left) | {"alone": int((free & ~alone).sum())})
@@ -252,20 +293,6 @@ def _expected_recall(threshold: float) -> dict[str, float]:
     _, rows = bands.rows_for(threshold)
     at = sorted({round(threshold, 3), *(s for s in (0.6, 0.7, 0.8, 0.9, 1.0) if s >= threshold)})
     return {f"{s:g}": round(bands.expected_recall(s, rows), 4) for s in at}
-
-
-def _largest(
-    connection: duckdb.DuckDBPyConnection, folder: Folder, parts: str, pairs: Pairs, caption: I64
-) -> list[dict[str, Any]]:
-    """The largest groups of near-equal captions, each with its first caption."""
-    count = np.bincount(caption)
-    top = np.argsort(-count, kind="stable")[:LARGEST]
-    top = top[count[top] > 1]
-    uids = pairs.table["uid"].take(pa.array(top)).to_pylist()
-    source = catalog.literal(folder, f"{parts}/[!.]*.parquet")
-    texts = f"SELECT uid, min(caption) FROM read_parquet({source}, union_by_name=true)"
-    text = dict(connection.execute(f"{texts} WHERE uid IN (SELECT unnest(?)) GROUP BY uid", [uids]).fetchall())
-    return [{"pairs": int(count[t]), "caption": text.get(u), "uid": u} for t, u in zip(top, uids, strict=True)]
 
 
 def _alarm(largest: list[dict[str, Any]], empty: dict[str, int], pairs: int) -> None:

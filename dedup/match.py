@@ -6,21 +6,19 @@ S distinct token sets or picture hashes, P candidate pairs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from dedup import bands
-from dedup.minhash import PERMUTATIONS
+from dedup import bands, minhash
 from dedup.tokens import Sets, alike
 
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
-Columns = Callable[[Sequence[int]], U32]
 
 MIN_WORDS = 5  # below it one word more or less is already more than a fifth of the caption: only equal sets match
 
@@ -38,26 +36,28 @@ class Edges:
         return Edges(self.a[wanted], self.b[wanted], self.similarity[wanted])
 
 
-def caption_edges(minhashes: Columns, sets: Sets, threshold: float) -> Edges:
+def caption_edges(sets: Sets, threshold: float, by: str) -> Edges:
     """Edges between token sets whose Jaccard similarity is at least the lower end of `threshold`'s range.
 
     Args:
-        minhashes: gives the signatures of all sets by these permutations, [permutations, S].
+        by: who computes the bands' keys (minhash.band_keys).
     """
     floor, rows = bands.rows_for(threshold)
+    full = np.flatnonzero(sets.sizes)
     found = np.zeros(0, np.uint64)
-    for start in range(0, PERMUTATIONS, rows):
-        *band, first, second = minhashes([k % PERMUTATIONS for k in range(start, start + rows + 2)])
-        crowd, keys = bands.buckets(bands.fold_columns(band))
-        pairs = bands.candidates(crowd, keys, functools.partial(_nearness, first, second))
+    for number, keys in enumerate(minhash.band_keys(sets, full, rows, by)):
+        crowd, shared = bands.buckets(keys)
+        more = [(number * rows + rows + k) % minhash.PERMUTATIONS for k in (0, 1)]
+        pairs = bands.candidates(full[crowd], shared, functools.partial(_nearness, sets, more))
         found = bands.merged(found, of_like_size(pairs, sets.sizes, floor))
     a, b = bands.unpair(found)
     return Edges(a, b, jaccard(sets, a, b)).at_least(floor)
 
 
-def _nearness(first_S: U32, second_S: U32, which: I64) -> U64:
-    """What else two sets of one bucket agree in, to sort by: more permutations."""
-    return (first_S[which].astype(np.uint64) << np.uint64(32)) | second_S[which]
+def _nearness(sets: Sets, permutations: Sequence[int], which: I64) -> U64:
+    """What else two sets of one bucket agree in, to sort by: the values of two more permutations."""
+    first, second = minhash.values(sets, which, permutations)
+    return (first.astype(np.uint64) << np.uint64(32)) | second
 
 
 def of_like_size(pairs: U64, sizes: I64, threshold: float) -> U64:

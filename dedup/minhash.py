@@ -1,14 +1,15 @@
-"""MinHash signatures of token sets in numpy.
+"""MinHash of token sets in numpy: band keys, computed in one go over each set's words.
 
-N sets, n of them at a time, W words of the longest of those, K = 60 permutations. Each permutation is a multiplication by an
-odd number and an addition modulo 2^32 of hashed words (universal hashing); the signature is the minimum over the set. All
-of it stays in the second-level cache, which makes computing the products anew for every caption three times as fast as
-looking a word's up.
+N sets, n of them at a time, W words of the longest of those, K = 60 permutations in B bands. Each permutation is a
+multiplication of hashed words by an odd number modulo 2^32, and its value the minimum over the set. Words are computed with
+while they are in the second-level cache, and only the bands' keys (32 bits a band and set) leave it: storing all 60 values
+and reading them again took longer than computing them anew.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,32 +17,64 @@ import numpy.typing as npt
 from core.errors import HardwareError
 from dedup.tokens import Sets, alike, segments
 
-PERMUTATIONS = 60  # divides by 2, 3, 4, 5, 6, so that one signature serves every threshold (bands.rows_for)
+PERMUTATIONS = 60  # divides by 2, 3, 4, 5, 6, so that they can be cut into bands for every threshold (bands.rows_for)
 SEED = 20140601
 
 U32 = npt.NDArray[np.uint32]
+I64 = npt.NDArray[np.int64]
+
+_MULTIPLIERS = np.random.default_rng(SEED).integers(0, 2**32, PERMUTATIONS, np.uint32) | np.uint32(1)
 
 
-def signatures(sets: Sets, which_N: npt.NDArray[np.int64]) -> U32:
-    """Signatures [K, N] of the sets numbered `which_N` (none of them empty), a row a permutation."""
-    random = np.random.default_rng(SEED)
-    multipliers_K = random.integers(0, 2**32, PERMUTATIONS, np.uint32) | np.uint32(1)
-    addends_K = random.integers(0, 2**32, PERMUTATIONS, np.uint32)
-    starts_N, sizes_N = sets.starts[which_N], sets.sizes[which_N]
-    result_KN = np.empty((PERMUTATIONS, len(which_N)), np.uint32)
-    for rows_n, width in alike(sizes_N):
-        inside_Wn = np.minimum(np.arange(width)[:, None], sizes_N[rows_n] - 1)  # padding repeats the last word
-        words_Wn = sets.flat[starts_N[rows_n] + inside_Wn]
+def band_keys(sets: Sets, which_N: I64, rows: int, by: str = "numpy") -> U32:
+    """Keys [B, N] of the sets numbered `which_N` (none of them empty): equal where `rows` values in a row are equal.
+
+    Args:
+        by: `numpy`, or `datasketch`, whose permutations are others and ten times as slow.
+    """
+    keys_BN = np.zeros((PERMUTATIONS // rows, len(which_N)), np.uint32)
+    if by == "datasketch":
+        for k, values_N in enumerate(with_datasketch(sets, which_N)):
+            keys_BN[k // rows] = _folded(keys_BN[k // rows], values_N)
+        return keys_BN
+    for rows_n, words_Wn in _tables(sets, which_N):
         values_Wn, smallest_n = np.empty_like(words_Wn), np.empty(len(rows_n), np.uint32)
-        for result_N, multiplier, addend in zip(result_KN, multipliers_K, addends_K, strict=True):
-            np.multiply(words_Wn, multiplier, out=values_Wn)
-            np.add(values_Wn, addend, out=values_Wn)
-            result_N[rows_n] = np.minimum.reduce(values_Wn, axis=0, out=smallest_n)
+        for key_N, multipliers in zip(keys_BN, _MULTIPLIERS.reshape(-1, rows), strict=True):
+            key_n = np.zeros(len(rows_n), np.uint32)
+            for multiplier in multipliers:
+                np.multiply(words_Wn, multiplier, out=values_Wn)
+                key_n = _folded(key_n, np.minimum.reduce(values_Wn, axis=0, out=smallest_n))
+            key_N[rows_n] = key_n
+    return keys_BN
+
+
+def values(sets: Sets, which_N: I64, permutations: Sequence[int]) -> U32:
+    """MinHash values [len(permutations), N] of the sets numbered `which_N` (none of them empty)."""
+    result_KN = np.empty((len(permutations), len(which_N)), np.uint32)
+    for rows_n, words_Wn in _tables(sets, which_N):
+        for result_N, multiplier in zip(result_KN, _MULTIPLIERS[list(permutations)], strict=True):
+            result_N[rows_n] = np.minimum.reduce(words_Wn * multiplier, axis=0)
     return result_KN
 
 
-def with_datasketch(sets: Sets, which_N: npt.NDArray[np.int64]) -> U32:
-    """The same shape from datasketch's MinHash: the slow reference, in its own permutations.
+def _tables(sets: Sets, which_N: I64) -> Iterator[tuple[I64, U32]]:
+    """Places in `which_N` of sets of like sizes, and their words, [W, n]."""
+    starts_N, sizes_N = sets.starts[which_N], sets.sizes[which_N]
+    for rows_n, width in alike(sizes_N):
+        inside_Wn = np.minimum(np.arange(width)[:, None], sizes_N[rows_n] - 1)  # padding repeats the last word
+        yield rows_n, sets.flat[starts_N[rows_n] + inside_Wn]
+
+
+def _folded(keys_n: U32, values_n: U32) -> U32:
+    """Keys with one more value mixed in; every bit of it reaches the upper ones."""
+    keys_n = (keys_n ^ (keys_n >> np.uint32(15)) ^ values_n) * np.uint32(0x85EBCA6B)
+    keys_n ^= keys_n >> np.uint32(13)
+    keys_n *= np.uint32(0xC2B2AE35)
+    return keys_n
+
+
+def with_datasketch(sets: Sets, which_N: I64) -> U32:
+    """`values` by all permutations of datasketch's MinHash: the slow reference.
 
     Raises:
         HardwareError: datasketch is not installed.

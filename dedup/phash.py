@@ -22,7 +22,7 @@ SEED = 256
 LOW = 10  # bands take bits of the lowest 10 x 10 frequencies: a crop flips 4 % of them and 12 % of the highest
 MIN_ONES = 96  # a hash is cut at its median, so a picture with less has hardly any structure: it would match its like
 _ROWS = 1 << 16
-_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # bits of a key reach its upper half
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # bits of a key reach its upper half, which tells a bucket
 
 
 def usable(hashes_H: U8) -> npt.NDArray[np.bool_]:
@@ -44,7 +44,7 @@ def image_edges(hashes_H: U8, mirrored_H: U8, most_bits: int) -> Edges:
     following = band_keys(both_N, 0, width)
     for band in range(BANDS if count > 1 else 0):
         keys_N, following = following, band_keys(both_N, (band + 1) % BANDS, width)
-        rows, keys = bands.buckets(keys_N * _SPREAD)
+        rows, keys = bands.buckets(((keys_N * _SPREAD) >> np.uint64(32)).astype(np.uint32))
         found = bands.merged(found, bands.candidates(rows, keys, following.__getitem__, names_N))
     a, b = bands.unpair(found)
     similarity = (1 - distances(hashes_H, mirrored_H, a, b) / 256).astype(np.float32)

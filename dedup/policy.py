@@ -84,13 +84,6 @@ class Decisions:
         return dict(sorted(found, key=lambda item: (-item[1], item[0])))
 
 
-def ranked(pixels: I64, words: I64) -> I64:
-    """Rank [N] of each pair, 0 the best: more pixels, then more different words, then the smaller uid."""
-    rank = np.empty(len(pixels), np.int64)
-    rank[np.lexsort((-words, -pixels))] = np.arange(len(pixels))
-    return rank
-
-
 def protect_holdout(decisions: Decisions, holdout: Mask, image: I64) -> dict[str, int]:
     """Drop every pair that shows a picture of the evaluation rows, whatever its caption; counts as the conditions'."""
     first = np.full(len(image), -1)
@@ -129,24 +122,25 @@ def clusters(decisions: Decisions, groups: Groups, policy: str) -> I64:
 
     A cluster has at least two URLs, or a pair that was dropped for another: several captions of one URL are none.
     """
-    n = len(groups.url)
+    result = np.full(len(groups.url), -1)
+    rows = np.flatnonzero(in_company(groups.image, groups.caption))
+    image, caption = (smallest_of(label[rows]) for label in (groups.image, groups.caption))
     if policy == "either":
-        rows = np.arange(n)
-        label = components(n, np.concatenate((rows, rows)), np.concatenate((groups.image, groups.caption)))
+        here = np.arange(len(rows))
+        label = components(len(rows), np.concatenate((here, here)), np.concatenate((image, caption)))
     else:
-        label = {"image": groups.image, "text": groups.caption}.get(policy, joined(groups.image, groups.caption))
-    many = urls_of(label, groups.url) > 1
-    many[label[decisions.has("pair_duplicate", "image_duplicate", "caption_duplicate")]] = True
-    return np.where(many[label], label, -1)
+        label = {"image": image, "text": caption}.get(policy, joined(image, caption))
+    many = urls_of(label, groups.url[rows], len(rows)) > 1
+    many[label[decisions.has("pair_duplicate", "image_duplicate", "caption_duplicate")[rows]]] = True
+    shown = many[label]
+    result[rows[shown]] = rows[label[shown]]
+    return result
 
 
-def urls_of(label: I64, url: I64) -> I64:
-    """How many URLs the group named by each row number has; 0 for row numbers that name none."""
-    size = np.bincount(label, minlength=len(label))
-    result = (size == 1).astype(np.int64)
-    rows = np.flatnonzero(size[label] > 1)  # mostly few, and telling URLs apart sorts them
-    first = joined(label[rows], url[rows]) == np.arange(len(rows))
-    return result + np.bincount(label[rows[first]], minlength=len(label))
+def urls_of(label: I64, url: I64, groups: int) -> I64:
+    """How many URLs each of the groups that `label` numbers has."""
+    first = joined(label, url) == np.arange(len(label))
+    return np.bincount(label[first], minlength=groups)
 
 
 def in_company(*labels: I64) -> Mask:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from core.schema import decision_schema
@@ -32,22 +31,30 @@ def publish(
     likeness: Likeness,
     matches: list[Matches],
 ) -> None:
-    """Write decisions, clusters, and what evaluation sets matched; the mark of the earlier decisions goes first."""
+    """Write decisions, clusters, and what evaluation sets matched; the mark of the earlier decisions goes first.
+
+    A pair that stays and is like no other has no row: the catalogue's view adds those, so that deciding again writes little.
+    """
     folder.remove("dedup/done.json")  # it speaks of the decisions that are about to be replaced
     uid = pairs.table["uid"].combine_chunks()
-    evidence, similarity = _with_matches(*likeness.of_removals(decisions), decisions, matches)
-    survivor = decisions.final_survivors()
-    reasons = pa.DictionaryArray.from_arrays(pa.array(decisions.code, mask=decisions.kept), pa.array(decisions.reasons))
+    rows = np.flatnonzero(
+        ~decisions.kept | holdout | (decisions.cluster >= 0) | (groups.image != np.arange(len(pairs)))
+    )
+    similarity, kind = likeness.of_removals(decisions)
+    for found in matches:
+        gone = decisions.has(found.reason)
+        similarity[gone], kind[gone] = found.similarity[gone], found.kind[gone]
+    code, kind, kept = decisions.code[rows], kind[rows], decisions.kept[rows]
     columns = [
-        uid,
-        pa.array(decisions.kept),
-        pa.array(holdout),
-        reasons.cast(pa.string()),
-        uid.take(pa.array(decisions.cluster, mask=decisions.cluster < 0)),
-        uid.take(pa.array(groups.image)),
-        uid.take(pa.array(survivor, mask=survivor < 0)),
-        evidence,
-        similarity,
+        uid.take(pa.array(rows)),
+        pa.array(kept),
+        pa.array(holdout[rows]),
+        pa.DictionaryArray.from_arrays(pa.array(code, mask=kept), pa.array(decisions.reasons)).cast(pa.string()),
+        _named(uid, decisions.cluster[rows]),
+        uid.take(pa.array(groups.image[rows])),
+        _named(uid, decisions.final_survivors()[rows]),
+        pa.DictionaryArray.from_arrays(pa.array(kind, mask=kind < 0), pa.array(KINDS)).cast(pa.string()),
+        pa.array(similarity[rows], mask=kind < 0),
     ]
     folder.remove(TABLE)
     if matches:
@@ -61,28 +68,22 @@ def publish(
         pq.write_table(table, path, compression="snappy", use_dictionary=["reason", "evidence"])
 
 
-def _with_matches(
-    evidence: pa.Array, similarity: pa.Array, decisions: policy.Decisions, matches: list[Matches]
-) -> tuple[pa.Array, pa.Array]:
-    """Evidence and similarity, of pairs that an evaluation set removed those of its item."""
-    for found in matches:
-        gone = decisions.has(found.reason)
-        names = pa.DictionaryArray.from_arrays(pa.array(found.kind[gone]), pa.array(KINDS)).cast(pa.string())
-        evidence = pc.replace_with_mask(evidence, pa.array(gone), names)
-        similarity = pc.replace_with_mask(similarity, pa.array(gone), pa.array(found.similarity[gone]))
-    return evidence, similarity
+def _named(uid: pa.Array, rows: npt.NDArray[np.int64]) -> pa.Array:
+    """Uids of these rows, null for -1."""
+    return uid.take(pa.array(rows, mask=rows < 0))
 
 
 def _cluster_table(uid: pa.Array, groups: policy.Groups, decisions: policy.Decisions) -> pa.Table:
     """Every group of two URLs or more: kind (`image`, `caption`, or `pair` for the policy's own), pairs, URLs, kept."""
     tables = []
     for kind, label in (("image", groups.image), ("caption", groups.caption), ("pair", decisions.cluster)):
-        at = np.flatnonzero(label >= 0)
-        pairs = np.bincount(label[at], minlength=len(uid))
-        urls = policy.urls_of(np.where(label < 0, np.arange(len(uid)), label), groups.url)
-        kept = np.bincount(label[at], decisions.kept[at], minlength=len(uid)).astype(np.int64)
-        named = np.flatnonzero((pairs > 0) & ((urls > 1) | (kind == "pair")))
+        at = np.flatnonzero((label >= 0) if kind == "pair" else policy.in_company(label))
+        heads = at[label[at] == at]
+        of = np.searchsorted(heads, label[at])
+        pairs, kept = np.bincount(of, minlength=len(heads)), np.bincount(of[decisions.kept[at]], minlength=len(heads))
+        urls = policy.urls_of(of, groups.url[at], len(heads))
+        named = np.flatnonzero((urls > 1) | (kind == "pair"))
         columns = {"pairs": pairs[named], "urls": urls[named], "kept": kept[named]}
-        names = {"kind": pa.array([kind] * len(named), pa.string()), "cluster": uid.take(pa.array(named))}
+        names = {"kind": pa.array([kind] * len(named), pa.string()), "cluster": uid.take(pa.array(heads[named]))}
         tables.append(pa.table(names | columns))
     return pa.concat_tables(tables)

@@ -1,7 +1,7 @@
-"""What dedup needs to know of each pair, computed once a part: keys, sizes, token sets and their MinHash signatures.
+"""What dedup needs to know of each pair, computed once a part: keys, sizes, and token sets.
 
-One ingest part gives `dedup/signatures/ID.parquet`, a row a fetched pair, and `dedup/sets/ID.parquet`, a row a distinct
-token set of at least five words, with its tokens and signature. Deciding again reads only these.
+One ingest part gives `dedup/signatures/ID.parquet`, a row a fetched pair, and `dedup/sets/ID.arrow`, a row a distinct
+token set of at least five words. Deciding again reads only these and what was made of them (store.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.ipc
 import pyarrow.parquet as pq
 import xxhash
 
@@ -24,11 +25,11 @@ from core.runner import run_units, tick
 from core.schema import Outcome
 from core.storage import Folder
 from core.work import fingerprint_of
-from dedup import boilerplate, minhash
+from dedup import boilerplate
 from dedup.match import MIN_WORDS
 from dedup.tokens import Sets, as_sets, segments
 
-VERSION = "3"  # raised whenever the rule of tokens or permutations changes, so that old signatures are made again
+VERSION = "4"  # raised whenever the rule of tokens or permutations changes, so that old signatures are made again
 _MARK = b"pairmill.signatures"
 _COLUMNS = (
     "uid",
@@ -44,7 +45,6 @@ _COLUMNS = (
     "image_hash_mirrored",
 )
 
-MINHASHES = [f"m{k:02d}" for k in range(minhash.PERMUTATIONS)]
 SIGNATURES = pa.schema(
     [
         pa.field("uid", pa.string(), nullable=False),
@@ -65,44 +65,42 @@ SETS = pa.schema(
     [
         pa.field("set_key", pa.uint64(), nullable=False),
         pa.field("tokens", pa.large_binary(), nullable=False),  # uint32, one after the other
-        *(pa.field(name, pa.uint32(), nullable=False) for name in MINHASHES),  # a band reads only its own
     ]
 )
 
 
 def sign(
-    folder: Folder, parts: str, units: Sequence[Unit], *, digests: Mapping[str, str], by: str, workers: int, engine: str
+    folder: Folder, parts: str, units: Sequence[Unit], *, digests: Mapping[str, str], workers: int, engine: str
 ) -> None:
     """Sign every part of `parts` (`ingest/parts`) that has no signatures yet, and forget those of parts that went away.
 
     Args:
         units: of `units_of`.
         digests: of `digests_of`; a part that changed is signed anew.
-        by: `numpy` or `datasketch`.
 
     Raises:
         DataError: a part cannot be read.
     """
     for home in ("signatures", "sets"):
         folder.sweep(f"dedup/{home}")
-        for name in folder.list(f"dedup/{home}/*.parquet"):
+        for name in folder.list(f"dedup/{home}/*"):
             if _stem(name) not in digests:
                 folder.remove(name)
-    marks = _marks(digests, by)
-    task = functools.partial(_sign_part, folder=folder, parts=parts, by=by, marks=marks)
+    marks = _marks(digests)
+    task = functools.partial(_sign_part, folder=folder, parts=parts, marks=marks)
     done = functools.partial(_is_signed, folder=folder, marks=marks)
     for _ in run_units(units, task, done=done, workers=workers, engine=engine, label="dedup: sign"):
         pass
 
 
-def unsigned(folder: Folder, units: Sequence[Unit], *, digests: Mapping[str, str], by: str) -> int:
+def unsigned(folder: Folder, units: Sequence[Unit], *, digests: Mapping[str, str]) -> int:
     """How many of these parts have no signatures yet."""
-    marks = _marks(digests, by)
+    marks = _marks(digests)
     return sum(not _is_signed(unit, folder=folder, marks=marks) for unit in units)
 
 
-def _marks(digests: Mapping[str, str], by: str) -> dict[str, bytes]:
-    return {unit: f"{VERSION} {by} {digest}".encode() for unit, digest in digests.items()}
+def _marks(digests: Mapping[str, str]) -> dict[str, bytes]:
+    return {unit: f"{VERSION} {digest}".encode() for unit, digest in digests.items()}
 
 
 def units_of(folder: Folder, parts: str) -> list[Unit]:
@@ -126,20 +124,38 @@ def digests_of(folder: Folder, parts: str) -> dict[str, str]:
 
 
 def _stem(name: str) -> str:
-    return name.rpartition("/")[2].removesuffix(".parquet")
+    return name.rpartition("/")[2].partition(".")[0]
 
 
 @contextlib.contextmanager
 def opened(folder: Folder, name: str) -> Iterator[pq.ParquetFile]:
     """Raises DataError, naming the file, where it cannot be opened or read."""
-    with folder.open(name) as raw:
-        try:
-            yield pq.ParquetFile(raw)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise DataError(
-                f"{folder.path(name)} is not a whole Parquet file ({error}); delete it and run "
-                f"`pairmill {_maker(folder, name)}` again"
-            ) from error
+    with folder.open(name) as raw, _whole(folder, name, "Parquet"):
+        yield pq.ParquetFile(raw)
+
+
+@contextlib.contextmanager
+def _whole(folder: Folder, name: str, kind: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(
+            f"{folder.path(name)} is not a whole {kind} file ({error}); delete it and run "
+            f"`pairmill {_maker(folder, name)}` again"
+        ) from error
+
+
+def stored_sets(folder: Folder) -> Iterator[pa.Table]:
+    """Every part's distinct sets (SETS), mapped into memory where they lie on a disk.
+
+    Raises:
+        DataError: a file is not whole.
+    """
+    for name in folder.list("dedup/sets/*.arrow"):
+        with _whole(folder, name, "Arrow"):
+            source = folder.open(name) if folder.local is None else pa.memory_map(folder.path(name))
+            with pa.ipc.open_file(source) as file:
+                yield file.read_all()
 
 
 def _maker(folder: Folder, name: str) -> str:
@@ -151,21 +167,21 @@ def _maker(folder: Folder, name: str) -> str:
 
 def _is_signed(unit: Unit, *, folder: Folder, marks: Mapping[str, bytes]) -> bool:
     name = f"dedup/signatures/{unit.id}.parquet"
-    if not (folder.exists(name) and folder.exists(f"dedup/sets/{unit.id}.parquet")):
+    if not (folder.exists(name) and folder.exists(f"dedup/sets/{unit.id}.arrow")):
         return False
     with opened(folder, name) as file:
         metadata = file.schema_arrow.metadata or {}
     return bool(metadata.get(_MARK) == marks[unit.id])
 
 
-def _sign_part(unit: Unit, *, folder: Folder, parts: str, by: str, marks: Mapping[str, bytes]) -> int:
+def _sign_part(unit: Unit, *, folder: Folder, parts: str, marks: Mapping[str, bytes]) -> int:
     with opened(folder, f"{parts}/{unit.id}.parquet") as file:
         table = file.read(columns=[c for c in _COLUMNS if c in file.schema_arrow.names])
     if "outcome" in table.column_names:
         table = table.filter(pc.equal(table["outcome"], Outcome.OK.value))
-    signed, sets = signatures(table, by)
-    with folder.staged(f"dedup/sets/{unit.id}.parquet") as path:
-        pq.write_table(sets, path, compression="none", use_dictionary=False, write_statistics=False)
+    signed, sets = signatures(table)
+    with folder.staged(f"dedup/sets/{unit.id}.arrow") as path, pa.ipc.new_file(path, SETS) as file:
+        file.write_table(sets)  # deciding again maps it: as Parquet, decoding took longer than the comparisons
     with folder.staged(f"dedup/signatures/{unit.id}.parquet") as path:
         marked = signed.replace_schema_metadata({_MARK: marks[unit.id]})
         pq.write_table(marked, path, compression="zstd", compression_level=1, use_dictionary=["unit"])
@@ -173,7 +189,7 @@ def _sign_part(unit: Unit, *, folder: Folder, parts: str, by: str, marks: Mappin
     return int(signed.num_rows)
 
 
-def signatures(pairs: pa.Table, by: str = "numpy") -> tuple[pa.Table, pa.Table]:
+def signatures(pairs: pa.Table) -> tuple[pa.Table, pa.Table]:
     """Signatures and sets of a table of pairs; columns other than uid, unit, row and caption may be missing."""
     captions = pairs["caption"].combine_chunks()
     sets, set_keys, caption_keys = as_sets(captions)
@@ -199,23 +215,32 @@ def signatures(pairs: pa.Table, by: str = "numpy") -> tuple[pa.Table, pa.Table]:
         column["image_hash_mirrored"].cast(pa.binary(32)),
     ]
     arrays = [array.cast(field.type) for array, field in zip(columns, SIGNATURES, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=SIGNATURES), _set_table(sets, set_keys, by)
+    return pa.Table.from_arrays(arrays, schema=SIGNATURES), _set_table(sets, set_keys)
 
 
-def _set_table(sets: Sets, set_keys: npt.NDArray[np.uint64], by: str) -> pa.Table:
-    """Each distinct set of at least five words once, in order of size and key: signing like sizes side by side takes 0.6
-    of the time."""
-    _, first = np.unique(set_keys, return_index=True)
-    first = first[np.argsort(sets.sizes[first], kind="stable")]
-    first = first[sets.sizes[first] >= MIN_WORDS]
+def _set_table(sets: Sets, set_keys: npt.NDArray[np.uint64]) -> pa.Table:
+    """Each distinct set of at least five words once, in order of its key, which is also that of its size."""
+    full = np.flatnonzero(sets.sizes >= MIN_WORDS)
+    full = full[np.argsort(set_keys[full])]
+    new = np.ones(len(full), bool)
+    new[1:] = set_keys[full[1:]] != set_keys[full[:-1]]
+    first = full[new]
     keys = set_keys[first]
-    make = minhash.with_datasketch if by == "datasketch" else minhash.signatures
-    hashes = make(sets, first) if len(first) else np.zeros((minhash.PERMUTATIONS, 0), np.uint32)
     flat, offsets = segments(sets.flat, sets.starts[first], sets.sizes[first])
     tokens = pa.LargeBinaryArray.from_buffers(
         pa.large_binary(), len(keys), [None, pa.py_buffer(offsets * flat.itemsize), pa.py_buffer(flat)]
     )
-    return pa.Table.from_arrays([pa.array(keys), tokens, *map(pa.array, hashes)], schema=SETS)
+    return pa.Table.from_arrays([pa.array(keys), tokens], schema=SETS)
+
+
+def unpacked(sets: pa.Table) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+    """(keys [S], tokens, offsets [S + 1]) of a table of sets."""
+    if not sets.num_rows:
+        return np.zeros(0, np.uint64), np.zeros(0, np.uint32), np.zeros(1, np.int64)
+    tokens = sets.combine_chunks()["tokens"].chunk(0)
+    _, offsets, data = tokens.buffers()
+    bounds = np.frombuffer(offsets, np.int64)[tokens.offset : tokens.offset + len(tokens) + 1]
+    return sets["set_key"].to_numpy(), np.frombuffer(data, np.uint32), bounds // np.dtype(np.uint32).itemsize
 
 
 def string_keys(strings: pa.Array) -> pa.Array:

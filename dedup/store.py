@@ -1,9 +1,12 @@
-"""Signatures, token sets and verified edges as they lie in the work folder, in and out."""
+"""What deciding reads, as it lies in the work folder: pairs in order, word sets, picture hashes and verified edges.
+
+Each file carries the digest of the signatures it was made from, and is made anew for any others.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,178 +15,183 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import xxhash
 
-from core import catalog
+from core.catalog import PAIRS
 from core.storage import Folder
-from dedup import bands, match, oracle, phash
+from dedup import match, oracle, phash
+from dedup.bands import rows_for
 from dedup.config import MOST_BITS
-from dedup.evidence import Pairs
+from dedup.evidence import Hashes, Pairs, bytes_of
 from dedup.match import Edges
-from dedup.sign import MINHASHES, VERSION, opened
-from dedup.tokens import Sets, segments
+from dedup.sign import SIGNATURES, VERSION, opened, stored_sets, unpacked
+from dedup.tokens import Sets
 
 if TYPE_CHECKING:
     import duckdb
 
 log = logging.getLogger("pairmill.dedup")
-U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
-_MARK = b"pairmill.edges"
-TOKENS = ("set_key", "tokens")
-
-
-def load_pairs(connection: duckdb.DuckDBPyConnection, folder: Folder, of: str) -> tuple[Pairs, I64, int]:
-    """Signatures in order of uid, each uid once; which rows of the order (uid, unit, row) they are; how many there were.
-
-    A row of the list that repeats another's uid says nothing new: the first stands for it. The sorted table is kept, for
-    signatures that `of` tells apart.
-    """
-    name, mark = "dedup/edges/pairs.parquet", f"{VERSION} {of}".encode()
-    table = _read_marked(folder, name, mark)
-    if table is None:
-        table = _sorted_pairs(connection, folder)
-        _write_marked(folder, name, mark, table)
-    places, copies = (table[column].to_numpy() for column in ("place", "copies"))
-    return Pairs(table), places, int(copies.sum())
-
-
-def _sorted_pairs(connection: duckdb.DuckDBPyConnection, folder: Folder) -> pa.Table:
-    source = catalog.literal(folder, "dedup/signatures/[!.]*.parquet")
-    sql = f"""SELECT * FROM read_parquet({source}) ORDER BY uid, unit, "row" """
-    table: Any = connection.sql(sql).to_arrow_table()
-    uid = table["uid"].combine_chunks()
-    new = np.ones(len(uid), bool)
-    if len(uid) > 1:
-        new[1:] = pc.not_equal(uid[1:], uid[:-1]).to_numpy(zero_copy_only=False)
-    rows = np.flatnonzero(new)
-    table = Pairs(table.take(pa.array(rows)) if len(rows) < len(new) else table).prepared()
-    copies = np.diff(np.append(rows, len(new)))
-    return table.append_column("place", pa.array(rows)).append_column("copies", pa.array(copies))
-
-
-def load_captions(connection: duckdb.DuckDBPyConnection, folder: Folder, parts: str) -> pa.ChunkedArray:
-    """The captions of all fetched pairs in order of (uid, unit, row), repeated rows among them."""
-    source = f"read_parquet({catalog.literal(folder, f'{parts}/[!.]*.parquet')}, union_by_name=true)"
-    names = {row[0] for row in connection.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()}
-    only = "WHERE outcome = 'ok'" if "outcome" in names else ""
-    table: Any = connection.sql(f"""SELECT caption FROM {source} {only} ORDER BY uid, unit, "row" """).to_arrow_table()
-    return table["caption"]
-
-
-def load_sets(folder: Folder, wanted: U64) -> Sets:
-    """The token sets with these sorted keys, in their order; a set of fewer than five words is not stored and is empty."""
-    starts, sizes = np.zeros(len(wanted), np.int64), np.zeros(len(wanted), np.int64)
-    flats: list[U32] = []
-    length = 0
-    for keys, tokens, offsets in map(unpacked, _set_files(folder, TOKENS)) if len(wanted) else ():
-        at = np.minimum(np.searchsorted(wanted, keys), len(wanted) - 1)
-        use = np.flatnonzero((wanted[at] == keys) & (sizes[at] == 0))
-        flat, new_offsets = segments(tokens, offsets[use], offsets[use + 1] - offsets[use])
-        starts[at[use]] = new_offsets[:-1] + length
-        sizes[at[use]] = np.diff(new_offsets)
-        length += len(flat)
-        flats.append(flat)
-    return Sets(np.concatenate([*flats, np.zeros(1, np.uint32)]), starts, sizes)
-
-
-def _set_files(folder: Folder, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """These columns of each file of sets, one chunk each."""
-    for name in folder.list("dedup/sets/*.parquet"):
-        with opened(folder, name) as file:
-            # threads cost more than they save on columns that are only copied
-            yield file.read(columns=list(columns), use_threads=False).combine_chunks()
-
-
-def unpacked(sets: pa.Table) -> tuple[U64, U32, I64]:
-    """(keys [S], tokens, offsets [S + 1]) of a table of sets."""
-    if not sets.num_rows:
-        return np.zeros(0, np.uint64), np.zeros(0, np.uint32), np.zeros(1, np.int64)
-    tokens = sets.combine_chunks()["tokens"].chunk(0)
-    _, offsets, data = tokens.buffers()
-    bounds = np.frombuffer(offsets, np.int64)[tokens.offset : tokens.offset + len(tokens) + 1]
-    return sets["set_key"].to_numpy(), np.frombuffer(data, np.uint32), bounds // np.dtype(np.uint32).itemsize
+_MARK = b"pairmill.made_from"
+HASHES, NUMBERS = "dedup/edges/hashes.parquet", "dedup/edges/set_numbers.parquet"
+KEYS = ("caption_key", "url_key", "bytes_key")  # what only comparisons with other data need
+_NUMBERED_FROM = (*KEYS, "set_key", "words", "pixels", "image_hash", "image_hash_mirrored")
 
 
 @dataclass(frozen=True)
-class MinHashes:
-    """Signatures of all distinct sets of a folder, in order of their keys [S], read as they are asked for."""
+class Store:
+    """The files of `folder` that belong to the signatures which `of` tells from any others."""
 
     folder: Folder
-    keys: U64
-    places: list[npt.NDArray[np.int32]]  # of each file's sets among the keys
+    of: str
+    connect: Callable[[], duckdb.DuckDBPyConnection]
 
-    @classmethod
-    def of(cls, folder: Folder) -> MinHashes:
-        found = [table["set_key"].to_numpy() for table in _set_files(folder, ["set_key"])]
-        keys = bands.ascending(np.concatenate([*found, np.zeros(0, np.uint64)]))
-        return cls(folder, keys, [np.searchsorted(keys, part).astype(np.int32) for part in found])
+    def pairs(self, *, keys: bool) -> Pairs:
+        """All pairs in order of uid, each uid once: a row of the list that repeats another's uid says nothing new, and the
+        first in order of (uid, unit, row) stands for it.
 
-    def __call__(self, wanted: Sequence[int]) -> U32:
-        """By these permutations, [len(wanted), S]."""
-        result = np.empty((len(wanted), len(self.keys)), np.uint32)
-        names = [MINHASHES[k] for k in wanted]
-        for place, table in zip(self.places, _set_files(self.folder, names), strict=True):
-            for row, name in zip(result, names, strict=True):
-                row[place] = table[name].to_numpy()
-        return result
+        Beside those of `Pairs.numbered` the table has the columns `uid`, `signed_row` (among all signatures, part after part),
+        `copies` (rows of this uid) and `boilerplate`, and with `keys` those of KEYS.
+        """
+        table = self._marked(PAIRS)
+        if table is None or self._marked(HASHES) is None or self._marked(NUMBERS) is None:
+            table = self._number()
+        for name in KEYS if keys else ():
+            table = table.append_column(name, _at(self._signed(name), table["signed_row"].to_numpy()))
+        return Pairs(table, self._hashes)
+
+    def _number(self) -> pa.Table:
+        """Find the order of pairs, and number their keys, word sets and hashes."""
+        order = self._in_order()
+        uid = _at(self._signed("uid"), order)
+        new = np.ones(len(uid), bool)
+        new[1:] = pc.not_equal(uid[1:], uid[:-1]).to_numpy(zero_copy_only=False)
+        first = np.flatnonzero(new)
+        at = first if order is None else order[first]
+        every = None if order is None and new.all() else at
+        pairs = Pairs(pa.table({name: _at(self._signed(name), every) for name in _NUMBERED_FROM}))
+        table = pairs.numbered()
+        columns = {
+            "uid": uid if new.all() else _at(uid, first), "signed_row": pa.array(at.astype(np.int32)),
+            "copies": pa.array(np.diff(np.append(first, len(new))).astype(np.int32)),
+            "boilerplate": _at(self._signed("boilerplate"), every),
+        }  # fmt: skip
+        for name, column in columns.items():
+            table = table.append_column(name, column)
+        hashes = [
+            pa.FixedSizeBinaryArray.from_buffers(pa.binary(32), len(h), [None, pa.py_buffer(h)]) for h in pairs.hashes
+        ]
+        self._write(HASHES, pa.table(hashes, ["image_hash", "image_hash_mirrored"]))
+        self._write(NUMBERS, pa.table({"number": self._set_numbers(pairs.set_keys)}))
+        self._write(PAIRS, table)
+        return table
+
+    def _in_order(self) -> I64 | None:
+        """Rows of the signatures in order of (uid, unit, row); None where that is how they lie."""
+        uid = self._signed("uid")
+        if pc.all(pc.less(uid[:-1], uid[1:]), min_count=0).as_py():
+            return None
+        rows = pa.table(
+            [uid, self._signed("unit"), self._signed("row"), np.arange(len(uid))], ["uid", "unit", "row", "place"]
+        )
+        signed: Any = self.connect().from_arrow(rows)
+        return np.asarray(signed.order('uid, unit, "row"').project("place").fetchnumpy()["place"], np.int64)
+
+    def _signed(self, name: str) -> pa.ChunkedArray:
+        """One column of the signatures, part after part."""
+        chunks = []
+        for path in self.folder.list("dedup/signatures/*.parquet"):
+            with opened(self.folder, path) as file:
+                chunks += file.read(columns=[name], use_threads=False)[name].chunks
+        return pa.chunked_array(chunks, SIGNATURES.field(name).type)
+
+    def _hashes(self) -> Hashes:
+        table = self._marked(HASHES)
+        assert table is not None
+        return bytes_of(table["image_hash"]), bytes_of(table["image_hash_mirrored"])
+
+    # ---- word sets -----------------------------------------------------------------------------------------------------
+
+    def _set_numbers(self, keys: U64) -> pa.Array:
+        """Which of the sorted set keys each stored set has, part after part; -1 for none, or one that stands before."""
+        numbers, known = [np.zeros(0, np.int32)], np.zeros(len(keys), bool)
+        for table in stored_sets(self.folder):
+            theirs = table["set_key"].to_numpy()
+            at = np.minimum(np.searchsorted(keys, theirs), max(len(keys) - 1, 0)).astype(np.int32)
+            new = (keys[at] == theirs) & ~known[at] if len(keys) else np.zeros(len(theirs), bool)
+            known[at[new]] = True
+            numbers.append(np.where(new, at, np.int32(-1)))
+        return pa.array(np.concatenate(numbers))
+
+    def sets(self, count: int) -> Sets:
+        """The first `count` word sets by set number; one of fewer than five words is not stored and is empty."""
+        table = self._marked(NUMBERS)
+        assert table is not None
+        numbers = table["number"].to_numpy()
+        starts, sizes = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        flats: list[U32] = []
+        row = length = 0
+        for part in stored_sets(self.folder):
+            _, tokens, offsets = unpacked(part)
+            number = numbers[row : row + part.num_rows]
+            use = slice(None) if number.min(initial=0) >= 0 else np.flatnonzero(number >= 0)
+            starts[number[use]] = offsets[:-1][use] + length
+            sizes[number[use]] = np.diff(offsets)[use]
+            row, length = row + part.num_rows, length + len(tokens)
+            flats.append(tokens)
+        return Sets(
+            flats[0] if len(flats) == 1 and length else np.concatenate([*flats, np.zeros(1, np.uint32)]), starts, sizes
+        )
+
+    # ---- edges ---------------------------------------------------------------------------------------------------------
+
+    def caption_edges(self, sets: Callable[[], Sets], threshold: float, by: str) -> tuple[Edges, Edges]:
+        """Verified edges that serve `threshold`, between set numbers, and those that the oracle finds around a sample."""
+        floor, rows = rows_for(threshold)
+        return self._edges(f"captions-{rows}", by, lambda: match.caption_edges(sets(), threshold, by)), self._edges(
+            f"sample-{rows}", "", lambda: oracle.near(sets(), oracle.sample(sets().sizes), floor)
+        )
+
+    def image_edges(self, pairs: Pairs) -> Edges:
+        """Verified edges between numbers of hashes, up to 64 bits apart."""
+        return self._edges("images", f"{MOST_BITS}", lambda: phash.image_edges(*pairs.hashes, MOST_BITS))
+
+    def _edges(self, name: str, how: str, make: Callable[[], Edges]) -> Edges:
+        """These edges, read where they are there, else made and kept."""
+        path = f"dedup/edges/{name}.parquet"
+        table = self._marked(path, how)
+        if table is None:
+            edges = make()
+            log.info("dedup: %s similar %s", f"{len(edges.a):,}", name)
+            numbers = [pa.array(rows.astype(np.int32)) for rows in (edges.a, edges.b)]
+            table = pa.table([*numbers, pa.array(edges.similarity)], ["a", "b", "similarity"])
+            self._write(path, table, how)
+        a, b, similarity = (table[name].to_numpy() for name in ("a", "b", "similarity"))
+        return Edges(a.astype(np.int64), b.astype(np.int64), similarity)
+
+    # ---- files ---------------------------------------------------------------------------------------------------------
+
+    def _mark(self, how: str) -> bytes:
+        return f"{VERSION} {how} {self.of}".encode()
+
+    def _marked(self, name: str, how: str = "") -> pa.Table | None:
+        """The table of this name where it was made from these signatures."""
+        if not self.folder.exists(name):
+            return None
+        with opened(self.folder, name) as file:
+            if (file.schema_arrow.metadata or {}).get(_MARK) != self._mark(how):
+                return None
+            return file.read(use_threads=False)
+
+    def _write(self, name: str, table: pa.Table, how: str = "") -> None:
+        with self.folder.staged(name) as path:
+            pq.write_table(
+                table.replace_schema_metadata({_MARK: self._mark(how)}), path,
+                compression="none", use_dictionary=["copies", "boilerplate"], write_statistics=["uid"],
+            )  # fmt: skip
 
 
-def caption_edges(folder: Folder, wanted: U64, threshold: float, of: str) -> tuple[Edges, Edges]:
-    """Verified edges that serve `threshold`, between the numbers of the sorted set keys `wanted`, and those that the oracle
-    finds around the first `oracle.SAMPLE` stored sets.
-
-    They are read if they are there, else found (among all sets of the folder) and kept, named by set keys. `of` tells the
-    signatures they are made from: any other makes them anew.
-    """
-    floor, rows = bands.rows_for(threshold)
-    names, mark = [f"dedup/edges/{kind}-{rows}.parquet" for kind in ("sample", "captions")], f"{VERSION} {floor} {of}"
-    tables = [_read_marked(folder, name, mark.encode()) for name in names]
-    if any(table is None for table in tables):
-        minhashes = MinHashes.of(folder)
-        keys, sets = minhashes.keys, load_sets(folder, minhashes.keys)
-        log.info("dedup: %s distinct captions in bands of %d", f"{len(keys):,}", rows)
-        made = [oracle.near(sets, floor), match.caption_edges(minhashes, sets, threshold)]
-        tables = [pa.table({"a": keys[e.a], "b": keys[e.b], "similarity": e.similarity}) for e in made]
-        for name, table in zip(names, tables, strict=True):
-            _write_marked(folder, name, mark.encode(), table)
-    sample, every = (_between(wanted, table) for table in tables if table is not None)
-    return every, sample
-
-
-def _between(wanted: U64, table: pa.Table) -> Edges:
-    """Edges of set keys as edges of their places among `wanted`; those of other keys are left out."""
-    a, b, similarity = (table[c].to_numpy() for c in ("a", "b", "similarity"))
-    at_a, at_b = (np.minimum(np.searchsorted(wanted, x), len(wanted) - 1) for x in (a, b))
-    here = np.flatnonzero((wanted[at_a] == a) & (wanted[at_b] == b)) if len(wanted) else np.zeros(0, np.int64)
-    return Edges(at_a[here], at_b[here], similarity[here])
-
-
-def image_edges(folder: Folder, hashes: U8, mirrored: U8) -> Edges:
-    """Verified edges between the numbers of the given sorted hashes, up to 64 bits apart; read or found and kept."""
-    name, mark = (
-        "dedup/edges/images.parquet",
-        f"{VERSION} {MOST_BITS} {xxhash.xxh3_128_hexdigest(hashes.tobytes())}".encode(),
-    )
-    table = _read_marked(folder, name, mark)
-    if table is None:
-        log.info("dedup: %s distinct picture hashes", f"{len(hashes):,}")
-        edges = phash.image_edges(hashes, mirrored, MOST_BITS)
-        table = pa.table({"a": edges.a, "b": edges.b, "similarity": edges.similarity})
-        _write_marked(folder, name, mark, table)
-    return Edges(*(table[c].to_numpy() for c in ("a", "b", "similarity")))
-
-
-def _read_marked(folder: Folder, name: str, mark: bytes) -> pa.Table | None:
-    if not folder.exists(name):
-        return None
-    with opened(folder, name) as file:
-        table = file.read()
-    return table if (table.schema.metadata or {}).get(_MARK) == mark else None
-
-
-def _write_marked(folder: Folder, name: str, mark: bytes, table: pa.Table) -> None:
-    with folder.staged(name) as path:
-        pq.write_table(table.replace_schema_metadata({_MARK: mark}), path, compression="none", use_dictionary=False)
+def _at(column: pa.ChunkedArray, rows: I64 | None) -> pa.ChunkedArray:
+    """The column at these rows; all of it for None."""
+    return column if rows is None else pa.chunked_array([column.take(pa.array(rows)).combine_chunks()])

@@ -42,8 +42,6 @@ def test_a_view_without_files_names_the_verb(folder: Folder) -> None:
     ):
         with pytest.raises(InputError, match="no samples yet; run `pairmill shard`"):
             ask()
-    with pytest.raises(InputError, match="did you mean 'outcome'"):
-        catalog.require_column(connection, "pairs", "outcom")
 
 
 def test_an_error_in_sql_keeps_duckdbs_words(folder: Folder) -> None:

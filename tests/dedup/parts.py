@@ -13,8 +13,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from core import catalog
 from core.imagehash import image_hash
-from core.schema import pair_schema
+from core.schema import decision_schema, pair_schema
+from core.storage import Folder
 from dedup.config import DedupConfig
 from dedup.keep import run
 
@@ -77,7 +79,9 @@ def decide(work: Path, **settings: Any) -> dict[str, Any]:
 
 def decisions(work: Path) -> dict[str, dict[str, Any]]:
     """uid -> its decision."""
-    return {row["uid"]: row for row in pq.read_table(work / "dedup" / "decisions.parquet").to_pylist()}
+    with catalog.connect(Folder(work), views=("decisions",)) as connection:
+        table = connection.sql("SELECT * FROM decisions ORDER BY uid").to_arrow_table()
+    return {row["uid"]: row for row in table.cast(decision_schema()).to_pylist()}
 
 
 def kept(work: Path) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import tracemalloc
 from collections import Counter
@@ -97,8 +98,10 @@ def test_recall_and_precision_against_the_oracle(world: tuple[Path, list[str]]) 
     )
     _, keys, _ = as_sets(pa.array(captions))
     rows = {int(k): i for i, k in reversed(list(enumerate(keys)))}
+    number = np.unique(keys)  # sets are numbered in order of their keys
     found = [
-        (rows[a], rows[b], s) for a, b, s in zip(*(table[c].to_pylist() for c in ("a", "b", "similarity")), strict=True)
+        (rows[int(number[a])], rows[int(number[b])], s)
+        for a, b, s in zip(*(table[c].to_pylist() for c in ("a", "b", "similarity")), strict=True)
     ]
     for a, b, similarity in found:  # precision: every edge is exactly as similar as it says
         left, right = set(captions[a].split()), set(captions[b].split())
@@ -127,11 +130,11 @@ def test_minhash_estimates_jaccard_without_bias() -> None:
     right = [" ".join(c.split()[:16] + [f"b{i}x{j}" for j in range(4)]) for i, c in enumerate(left)]
     sets, _, _ = as_sets(pa.array(left + right))
     true = 16 / 24
-    for make in (minhash.signatures, minhash.with_datasketch):
+    for make in (functools.partial(minhash.values, permutations=range(60)), minhash.with_datasketch):
         values = make(sets, np.arange(800))
         estimate = (values[:, :400] == values[:, 400:]).mean(axis=0)
         # 400 estimates of 60 permutations each: the mean's standard error is 0.003
-        assert abs(estimate.mean() - true) < 0.012, make.__name__
+        assert abs(estimate.mean() - true) < 0.012, make
         assert estimate.std() < 1.25 * np.sqrt(true * (1 - true) / 60)
 
 
@@ -169,6 +172,27 @@ def _words(captions: list[str]) -> list[list[str]]:
     return [
         [spelled[int(h)] for h in tokens.flat[a:b]] for a, b in zip(tokens.offsets, tokens.offsets[1:], strict=False)
     ]
+
+
+@pytest.mark.parametrize("by", ["numpy", "datasketch"])
+def test_keys_of_bands_are_equal_where_their_values_are(world: tuple[Path, list[str]], by: str) -> None:
+    sets, _, _ = as_sets(pa.array(world[1]))
+    which = np.flatnonzero(sets.sizes >= 5)[::-1]
+    values = minhash.values(sets, which, range(60)) if by == "numpy" else minhash.with_datasketch(sets, which)
+    for rows in (2, 5):
+        keys = minhash.band_keys(sets, which, rows, by)
+        for key, band in zip(keys, values.reshape(-1, rows, len(which)), strict=True):
+            _, same = np.unique(band, axis=1, return_inverse=True)
+            first = np.unique(same, return_index=True)[1][same.ravel()]
+            assert (key == key[first]).all()
+            assert (
+                len(np.unique(key)) >= len(np.unique(same)) - 3
+            )  # of 6,000, one in a thousand runs loses one by chance
+
+
+def test_smaller_sets_have_smaller_keys() -> None:
+    sets, keys, _ = as_sets(pa.array([*planted(500), "one two", "x " * 9, " ".join(map(str, range(900)))]))
+    assert (np.diff(sets.sizes[np.argsort(keys)]) >= 0).all()
 
 
 def test_slices_of_arrow_arrays(world: tuple[Path, list[str]]) -> None:

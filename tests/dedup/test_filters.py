@@ -150,7 +150,7 @@ def test_a_preset_without_its_column_says_who_makes_it(tmp_path: Path) -> None:
         {"image_bits": 65},
         {"max_images_per_caption": 0},
         {"captions": "x.csv", "where": "true"},
-        {"memory_gb": 0.0},
+        {"balance": -1},
     ],
 )
 def test_settings_out_of_range_are_named(tmp_path: Path, settings: dict[str, Any]) -> None:

@@ -23,7 +23,6 @@ def _edges(pairs: set[tuple[int, int]]) -> Edges:
 
 @pytest.mark.parametrize("at_least", [0.5, 0.75, 0.9])
 def test_all_sets_near_a_sampled_one_are_found(monkeypatch: pytest.MonkeyPatch, at_least: float) -> None:
-    monkeypatch.setattr(oracle, "SAMPLE", 60)
     monkeypatch.setattr(oracle, "_AT_ONCE", 500)  # many pieces
     captions = planted(700)
     words = [frozenset(c.split()) for c in captions]
@@ -32,7 +31,7 @@ def test_all_sets_near_a_sampled_one_are_found(monkeypatch: pytest.MonkeyPatch, 
         for i, j in combinations(range(700), 2)
         if i < 60 and len(words[i] & words[j]) >= at_least * len(words[i] | words[j]) - 1e-9
     }
-    found = oracle.near(as_sets(pa.array(captions))[0], at_least)
+    found = oracle.near(as_sets(pa.array(captions))[0], np.arange(60), at_least)
     assert set(zip(found.a.tolist(), found.b.tolist(), strict=True)) == near | {(i, i) for i in range(60)}
     assert len(near) > 3
 

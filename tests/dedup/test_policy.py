@@ -10,7 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from core import catalog
 from core.schema import decision_schema
+from core.storage import Folder
 from tests.dedup.parts import decide, decisions, kept, pair, write_parts
 
 DOG = "a brown dog runs over the green grass in the park"
@@ -65,9 +67,14 @@ def test_each_policy_drops_what_its_table_says(
 def test_decisions_are_in_the_form_of_the_contract(tmp_path: Path) -> None:
     write_parts(tmp_path, [*ROWS, {**pair("f1", "failed", "http://x/f"), "outcome": "timeout"}])
     decide(tmp_path)
-    table = pq.read_table(tmp_path / "dedup" / "decisions.parquet")
-    assert table.schema.equals(decision_schema())
-    assert table["uid"].to_pylist() == sorted(row["uid"] for row in ROWS)  # and none for what was not fetched
+    noted = pq.read_table(tmp_path / "dedup" / "decisions.parquet")
+    assert noted.schema.equals(decision_schema())
+    assert noted["uid"].to_pylist() == ["a1", "a2", "b1", "c1"]  # the others stay, and are like no other
+    with catalog.connect(Folder(tmp_path)) as connection:
+        whole = connection.sql("SELECT * FROM decisions ORDER BY uid").to_arrow_table()
+    assert whole.schema.names == noted.schema.names and whole.schema.types == noted.schema.types
+    assert whole["uid"].to_pylist() == sorted(row["uid"] for row in ROWS)  # and none for what was not fetched
+    assert whole.filter(pa.compute.is_in(whole["uid"], noted["uid"])).cast(noted.schema).equals(noted)
 
 
 def test_captions_of_one_url_stay_unless_they_are_equal(tmp_path: Path) -> None:

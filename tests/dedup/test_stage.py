@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from core.errors import ConfigError, DataError, InputError, UsageError, WorkFolderError
+from core.errors import ConfigError, DataError, HardwareError, InputError, UsageError, WorkFolderError
 from core.storage import TEMPORARY
 from core.work import locked
 from dedup.config import DedupConfig
@@ -55,7 +55,7 @@ def test_deciding_again_reads_signatures_and_edges(tmp_path: Path) -> None:
     made = {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in (tmp_path / "dedup").rglob("*.parquet")}
     again = decide(tmp_path, policy="text", max_images_per_caption=1, threshold=0.9)
     for path, stamp in made.items():
-        if path.parent.name in ("signatures", "sets", "edges"):
+        if path.parent.name in ("signatures", "sets", "edges") or path.name == "pairs.parquet":
             assert (path.stat().st_mtime_ns, path.stat().st_ino) == stamp, path
     assert again["kept"] > first["kept"]
     expected = decisions(tmp_path)
@@ -163,14 +163,23 @@ def test_datasketchs_signatures_lead_to_the_same_decisions(tmp_path: Path) -> No
     write_parts(tmp_path, _rows(120))
     decide(tmp_path, policy="text", max_images_per_caption=1, threshold=0.85)
     expected = decisions(tmp_path)
-    stamp = (tmp_path / "dedup" / "signatures" / "u000000.parquet").stat().st_mtime_ns
+    edges = tmp_path / "dedup" / "edges" / "captions-5.parquet"
+    stamp = edges.stat().st_mtime_ns
     decide(tmp_path, policy="text", max_images_per_caption=1, threshold=0.85, minhash="datasketch")
-    assert (tmp_path / "dedup" / "signatures" / "u000000.parquet").stat().st_mtime_ns != stamp
+    assert edges.stat().st_mtime_ns != stamp
     assert decisions(tmp_path) == expected
 
 
 @pytest.mark.parametrize(
-    "lost", ["decisions.parquet", "clusters.parquet", "sets/u000000.parquet", "signatures/u000000.parquet", "edges"]
+    "lost",
+    [
+        "decisions.parquet",
+        "clusters.parquet",
+        "sets/u000000.arrow",
+        "signatures/u000000.parquet",
+        "edges",
+        "pairs.parquet",
+    ],
 )
 def test_files_that_are_gone_are_made_again(tmp_path: Path, lost: str) -> None:
     write_parts(tmp_path, _rows(200), sizes=[100])
@@ -188,10 +197,11 @@ def test_files_that_are_gone_are_made_again(tmp_path: Path, lost: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["", "width > 2"])
-def test_too_little_memory_is_said_so(tmp_path: Path, where: str) -> None:
-    write_parts(tmp_path, _rows(50))
-    with pytest.raises(ConfigError, match="--memory-gb"):
-        decide(tmp_path, where=where, memory_gb=1e-6)
+def test_too_little_memory_is_said_so(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_parts(tmp_path, _rows(50)[::-1])  # not in order of uid, so that DuckDB sorts
+    with monkeypatch.context() as small, pytest.raises(HardwareError, match="DuckDB needs more than the 1e-06 GB"):
+        small.setattr("dedup.keep.DUCKDB_GB", 1e-6)
+        decide(tmp_path, where=where)
     assert decide(tmp_path, where=where)["pairs"] == 50
 
 
@@ -201,7 +211,7 @@ def test_captions_alone_have_no_pictures_to_compare(tmp_path: Path, policy: str)
         decide(tmp_path, captions="captions.csv", policy=policy)
 
 
-@pytest.mark.parametrize("name", ["signatures/u000000.parquet", "sets/u000000.parquet", "edges/captions-5.parquet"])
+@pytest.mark.parametrize("name", ["signatures/u000000.parquet", "sets/u000000.arrow", "edges/captions-5.parquet"])
 def test_own_files_cut_short_are_named(tmp_path: Path, name: str) -> None:
     write_parts(tmp_path, _rows(100))
     decide(tmp_path, policy="text")
@@ -215,7 +225,7 @@ def test_own_files_cut_short_are_named(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("workers", -1), ("memory_gb", 0.0), ("memory_gb", math.nan), ("memory_gb", math.inf), ("threshold", math.nan),
+    [("workers", -1), ("threshold", math.nan),
      ("threshold", 0.2), ("image_bits", 65), ("max_images_per_caption", 0)],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused(tmp_path: Path, flag: str, value: float) -> None:
@@ -225,7 +235,7 @@ def test_settings_out_of_range_are_refused(tmp_path: Path, flag: str, value: flo
 
 
 def _stamps(work: Path) -> dict[str, tuple[int, int]]:
-    paths = [p for home in ("signatures", "sets") for p in (work / "dedup" / home).glob("*.parquet")]
+    paths = [p for home in ("signatures", "sets") for p in (work / "dedup" / home).glob("u*")]
     return {f"{p.parent.name}/{p.name}": (p.stat().st_mtime_ns, p.stat().st_ino) for p in paths}
 
 
