@@ -173,7 +173,7 @@ def full_disk(trial: Trial) -> None:
     trial.until(process)
     _mount(disk, lambda: f"remount,size={_used(disk) + 4096}")
     _one_sentence(trial, process)
-    _mount(disk, lambda: "remount,size=200m")
+    _mount(disk, lambda: "remount,size=1g")
     trial.finish()
 
 
@@ -455,7 +455,7 @@ def _place(home: Path, kind: str, remote: str) -> Iterator[str]:
     home.mkdir()
     disk = kind.endswith("disk")
     if disk:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(home)], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1g", "tmpfs", str(home)], check=True)
     try:
         yield str(home / "work")
     finally:

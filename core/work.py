@@ -159,7 +159,7 @@ def _await_set_up(folder: Folder, home: str, part: Part, inputs: str) -> None:
     """
     if part.whole or not part.index or folder.local is not None:
         return
-    ready, until = f"{home}/{READY}", time.monotonic() + SET_UP_S
+    ready, until, wait = f"{home}/{READY}", time.monotonic() + SET_UP_S, 0.1
     while not folder.exists(f"{home}/done.json"):
         if folder.exists(ready) and folder.read(ready).decode() == inputs:
             return
@@ -167,7 +167,7 @@ def _await_set_up(folder: Folder, home: str, part: Part, inputs: str) -> None:
             raise WorkFolderError(
                 f"expected part 0/{part.count} to set {folder} up, which it did not in {SET_UP_S:.0f} s; start it first"
             )
-        time.sleep(min(5.0, SET_UP_S / 100))
+        time.sleep(wait := min(5.0, 1.5 * wait))
 
 
 def _throw_away(folder: Folder, home: str, keep: Collection[str] = ()) -> None:
