@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -41,13 +39,13 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from bench.cost import timed
 from bench.machine import claim
 from bench.peers import peer_python
 from bench.web import SlowHosts, nginx
 from core import images
 from core.runner import cores
 
-_PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
 SIZE, QUALITY, CONCURRENCY, SHARD = 256, 95, 64, 500
 Claims = list[dict[str, Any]]
 
@@ -84,37 +82,6 @@ def write_list(path: Path, base: str, names: list[str], count: int) -> Path:
     urls = [f"{base}/{names[i % len(names)]}?n={i}" for i in range(count)]
     pq.write_table(pa.table({"url": urls, "caption": [f"a photograph of number {i}" for i in range(count)]}), path)
     return path
-
-
-def timed(command: list[str]) -> tuple[str, float, float]:
-    """(what it printed, CPU seconds, wall seconds) of a program and its children.
-
-    Raises:
-        SystemExit: it failed.
-    """
-    _adopt_orphans()
-    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    wall = time.monotonic() - started
-    _await_children()
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
-        raise SystemExit(f"{command[0]} failed: {done.stderr[-2000:]}")
-    return done.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall
-
-
-def _adopt_orphans() -> None:
-    """Make this process the parent of its descendants whose own parent ends first, so that their CPU is counted too."""
-    if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise SystemExit("this kernel does not hand orphans on, so a client's CPU cannot be counted; Linux is needed")
-
-
-def _await_children() -> None:
-    """Wait for orphans that have been handed on, but not for the web server."""
-    servers = {child.pid for child in psutil.Process().children() if child.name() == "nginx"}
-    while orphans := {child.pid for child in psutil.Process().children()} - servers:
-        for pid in orphans:
-            os.waitpid(pid, 0)
 
 
 def our_command(urls: Path, work: Path, *more: str) -> list[str]:
