@@ -42,6 +42,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -649,15 +650,15 @@ def _datasketch() -> str:
 def steps(race: Race, seeds: int) -> dict[str, Callable[[], dict[str, Cost]]]:
     """Every measured step by name, in an order in which they can run."""
     named: dict[str, Callable[[], dict[str, Cost]]] = {
-        "ours": lambda: ours(race),
-        "download": lambda: download(race),
-        "dedup": lambda: dedup(race),
-        "reshard": lambda: reshard(race),
+        "ours": partial(ours, race),
+        "download": partial(download, race),
+        "dedup": partial(dedup, race),
+        "reshard": partial(reshard, race),
     }
     for seed in range(seeds):
-        named[f"open_clip-{seed}"] = lambda seed=seed: open_clip(race, seed)
+        named[f"open_clip-{seed}"] = partial(open_clip, race, seed)
         if seed:
-            named[f"ours-{seed}"] = lambda seed=seed: ours_again(race, seed)
+            named[f"ours-{seed}"] = partial(ours_again, race, seed)
     return named
 
 

@@ -15,7 +15,7 @@ THRESHOLD = 0.8
 
 def dedup(shards: Path, kept: Path) -> None:
     import pyarrow.parquet as pq
-    from dedup_peer import datasketch
+    from dedup_peer import datasketch  # type: ignore[import-not-found]
 
     keys, captions = [], []
     for path in sorted(shards.glob("*.parquet")):
