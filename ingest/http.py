@@ -40,6 +40,8 @@ HEADER_BYTES = 65_536  # aiohttp's own limit of 8 KB is less than some content s
 _REDIRECTING = frozenset({301, 302, 303, 307, 308})
 _NAME = re.compile(r"([a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}\.?", re.IGNORECASE)
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE)  # as its last label, it makes a host an address (WHATWG)
+_MEMBERS = 10_000  # of one gzip body; a body of empty ones alone would take seconds of the event loop
+_BLOCK = 1 << 16
 _PICTURES = (b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8")
 # Tried again within the run. Time-outs and certificates rarely mend within seconds; `--retry-failed` has them.
 _TRY_AGAIN = frozenset({Outcome.DNS, Outcome.CONNECT, Outcome.TRUNCATED, Outcome.HTTP_429, Outcome.HTTP_5XX})
@@ -409,7 +411,7 @@ def _decoded(body: bytes, coding: str | None, limit: int) -> bytes:
     """`body` without its Content-Encoding, never growing beyond `limit` bytes.
 
     Raises:
-        _Failure: too_large, corrupt, or unsupported for a coding that we did not ask for and do not know.
+        _Failure: too_large, truncated, corrupt, bomb, or unsupported for a coding that we did not ask for and do not know.
     """
     names = [
         name for part in (coding or "").lower().split(",") if (name := part.strip()) not in ("", "identity", "none")
@@ -419,16 +421,33 @@ def _decoded(body: bytes, coding: str | None, limit: int) -> bytes:
     if len(names) > 1 or names[0] not in ("gzip", "x-gzip", "deflate"):
         raise _Failure(Outcome.UNSUPPORTED, f"Content-Encoding {coding}"[:80])
     raw = names[0] == "deflate" and body[:1] != b"\x78"  # without the zlib header that the name stands for
-    decompressor = zlib.decompressobj(wbits=-zlib.MAX_WBITS if raw else zlib.MAX_WBITS | 32)
     try:
-        data = decompressor.decompress(body, limit + 1)
+        return _inflated(body, -zlib.MAX_WBITS if raw else zlib.MAX_WBITS | 32, limit)
     except zlib.error as error:
         raise _Failure(Outcome.CORRUPT, f"Content-Encoding {coding}: {error}") from error
-    if len(data) > limit:
-        raise _Failure(Outcome.TOO_LARGE, f"more than {limit:,} bytes after decompression")
-    if not decompressor.eof:
-        raise _Failure(Outcome.TRUNCATED, f"Content-Encoding {coding}: ends early")
-    return data
+
+
+def _inflated(body: bytes, wbits: int, limit: int) -> bytes:
+    """All members of `body` (RFC 1952 lets gzip have several); what follows them and begins none is left out, as gzip does.
+
+    Raises:
+        _Failure: too_large, truncated, or bomb for members without end.
+        zlib.error: a member is damaged.
+    """
+    data, view, place = bytearray(), memoryview(body), 0
+    for _ in range(_MEMBERS):
+        decompressor = zlib.decompressobj(wbits=wbits)
+        while not decompressor.eof:
+            block = view[place : place + _BLOCK]  # of which zlib copies what follows the member
+            if not block:
+                raise _Failure(Outcome.TRUNCATED, "Content-Encoding: the compressed body ends early")
+            data += decompressor.decompress(block, limit + 1 - len(data))
+            if len(data) > limit:
+                raise _Failure(Outcome.TOO_LARGE, f"more than {limit:,} bytes after decompression")
+            place += len(block) - len(decompressor.unused_data)
+        if body[place : place + 2] != b"\x1f\x8b":
+            return bytes(data)
+    raise _Failure(Outcome.BOMB, f"more than {_MEMBERS:,} gzip members in one body")
 
 
 def _classify(error: BaseException) -> tuple[Outcome, str]:

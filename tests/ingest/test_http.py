@@ -21,6 +21,9 @@ from ingest.http import Fetched, Fetcher, address_problem, parse_url
 from tests.ingest.certificates import Authority
 from tests.ingest.server import Server, picture
 
+LIMIT = 100_000  # bytes, more than one block of input
+NOISE = bytes(range(256)) * 350
+
 
 def fetch(*urls: str, resolver: aiohttp.abc.AbstractResolver | None = None, **settings: Any) -> list[Fetched]:
     config = IngestConfig(urls="", **{"allow_private": True, "retries": 0, **settings})
@@ -108,15 +111,22 @@ def test_a_coding_nobody_asked_for_is_undone(server: Server) -> None:
         ("gzip", b"\xff\xd8\xff", b"\xff\xd8\xff"), ("identity,", b"any", b"any"), ("br", b"any", Outcome.UNSUPPORTED),
         ("gzip, gzip", b"any", Outcome.UNSUPPORTED), ("gzip", b"any", Outcome.CORRUPT),
         ("gzip", gzip.compress(b"GIF8")[:-9], Outcome.TRUNCATED), ("gzip", b"", Outcome.TRUNCATED),
-        ("gzip", gzip.compress(bytes(2000)), Outcome.TOO_LARGE),
+        ("gzip", gzip.compress(bytes(200_000)), Outcome.TOO_LARGE),
+        ("gzip", gzip.compress(b"GI") + gzip.compress(b"") + gzip.compress(b"F8"), b"GIF8"),
+        ("gzip", gzip.compress(b"GIF8") + b"\0\0 what follows", b"GIF8"),
+        ("gzip", gzip.compress(NOISE, 0) + gzip.compress(b"F8"), NOISE + b"F8"),
+        ("gzip", gzip.compress(b"GI") + gzip.compress(b"F8")[:-1], Outcome.TRUNCATED),
+        ("gzip", gzip.compress(b"GI") + b"\x1f\x8b\x07 no method", Outcome.CORRUPT),
+        ("gzip", gzip.compress(bytes(60_000)) * 2, Outcome.TOO_LARGE),
+        ("gzip", gzip.compress(b"") * 100_000, Outcome.BOMB),
     ],
 )  # fmt: skip
 def test_codings_as_servers_announce_them(coding: str, body: bytes, outcome: bytes | Outcome) -> None:
     if isinstance(outcome, bytes):
-        assert http._decoded(body, coding, 1000) == outcome
+        assert http._decoded(body, coding, LIMIT) == outcome
     else:
         with pytest.raises(http._Failure) as failure:
-            http._decoded(body, coding, 1000)
+            http._decoded(body, coding, LIMIT)
         assert failure.value.outcome == outcome
 
 
