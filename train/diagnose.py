@@ -233,7 +233,7 @@ def _bench(config: DiagnoseConfig, settings: TrainConfig, rows: list[dict[str, A
 
 def _try(bench: Bench, seconds: float, precision: str) -> tuple[Evidence, Trial]:
     """All trials; what they say, and the one of the whole loop."""
-    log.info("diagnose: %s, batches of %d, about %.0f s", bench.config.model, bench.batch_size, 4.5 * seconds)
+    log.info("diagnose: %s, batches of %d, about %.0f s", bench.config.model, bench.batch_size, 6 * seconds)
     read = bench.read(seconds / 2)
     loaded, held = bench.load(seconds)
     computed = bench.compute(held, seconds)
