@@ -64,8 +64,8 @@ class IngestConfig(UnitsConfig):
     """Also connect to private, loopback and link-local addresses. Only for lists that you wrote yourself."""
     retry_failed: bool = setting(False, stable=False)
     """Try the failures of a finished ingest again that another attempt may cure; good rows are left alone."""
-    min_success: float = setting(0.0, stable=False)
-    """Stop the run when after 1,000 rows a smaller share than this has succeeded, so that a broken network or a blocked
+    min_success: float = setting(0.01, stable=False)
+    """Stop the run when after 2,000 rows a smaller share than this has succeeded, so that a broken network or a blocked
     address does not eat the whole list; 0 never stops. 0.3 suits lists of some age."""
     unit_urls: int = setting(1000, also=("--number_sample_per_shard",))
     """Distinct URLs a unit. A unit is one tar and one Parquet part; a killed run goes on in the middle of one."""

@@ -35,7 +35,7 @@ from ingest import decoding, journal, staging, tally, urllist
 from ingest.config import check
 from ingest.pictures import Picture, Rules, prepare
 from ingest.room import Room
-from ingest.tally import JUDGED_ROWS, Report, check_success, render
+from ingest.tally import Report, check_success, render
 from ingest.unit import Job, Unit, open_unit
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def run(config: IngestConfig) -> dict[str, Any]:
         ConfigError: a number out of its range.
         InputError: the list cannot be read or lacks a column.
         WorkFolderError: the work folder holds another list or other settings.
-        RunError: fewer rows than `min_success` succeed.
+        RunError: of at least `JUDGED_ROWS` rows, fewer than `min_success` succeed.
     """
     check(config)
     if config.part and (config.retry_failed or config.engine == "img2dataset"):
@@ -134,7 +134,7 @@ def _fetch_all(config: IngestConfig, stage: Stage, plan: urllist.Planning) -> di
         at_end.enter_context(contextlib.closing(running))
         for _, report in running:
             total.add(report)
-            check_success(total, config.min_success, enough=JUDGED_ROWS)
+            check_success(total, config.min_success)
     if partial := stage.left_to_others(lambda: len(open_units())):
         return partial
     stage.folder.remove(journal.HOME)
@@ -282,4 +282,4 @@ class _Span:
             self._report.outcomes[row["outcome"]] += 1
             if row["outcome"] != Outcome.OK:
                 self._report.failing_hosts[tally.host_of(row["final_url"] or row["url"] or "")] += 1
-        check_success(self._report, self._config.min_success, enough=JUDGED_ROWS)
+        check_success(self._report, self._config.min_success)

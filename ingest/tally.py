@@ -15,7 +15,7 @@ from core.storage import Folder
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-JUDGED_ROWS = 1000  # rows before `min_success` is judged
+JUDGED_ROWS = 2000  # rows before `min_success` is judged: where 3 % succeed, fewer than 1 % of 2,000 do so by no chance
 HOSTS = 10  # in the summary
 _HOST = "coalesce(nullif(regexp_extract(coalesce(final_url, url), '://(?:[^/?#]*@)?([^/?#]*)', 1), ''), '(none)')"
 
@@ -34,14 +34,14 @@ class Report:
         self.cpu_seconds += other.cpu_seconds
 
 
-def check_success(report: Report, least: float, *, enough: int) -> None:
+def check_success(report: Report, least: float) -> None:
     """Stop a run that collapses.
 
     Raises:
-        RunError: after at least `enough` rows, a smaller share than `least` has succeeded.
+        RunError: after at least `JUDGED_ROWS` rows, a smaller share than `least` has succeeded.
     """
     rows, ok = report.outcomes.total(), report.outcomes[Outcome.OK]
-    if rows < enough or ok >= least * rows:
+    if rows < JUDGED_ROWS or ok >= least * rows:
         return
     failures = Counter({k: n for k, n in report.outcomes.items() if k != Outcome.OK})
     words = [", ".join(f"{name} ({n:,})" for name, n in c.most_common(3)) for c in (failures, report.failing_hosts)]
@@ -53,13 +53,13 @@ def check_success(report: Report, least: float, *, enough: int) -> None:
 
 
 def check_whole(summary: dict[str, Any], least: float, folder: Folder) -> None:
-    """Raise RunError where all rows together, whichever run has fetched them, fall short of `least`."""
-    if summary["ok"] < least * summary["rows"]:
+    """Raise RunError where all rows together, whichever run has fetched them, are enough and fall short of `least`."""
+    if summary["rows"] >= JUDGED_ROWS and summary["ok"] < least * summary["rows"]:
         with catalog.connect(folder) as connection:
             found = connection.execute(
                 f"SELECT {_HOST}, count(*) FROM pairs WHERE outcome != 'ok' GROUP BY ALL"
             ).fetchall()
-        check_success(Report(Counter(summary["outcomes"]), Counter(dict(found))), least, enough=1)
+        check_success(Report(Counter(summary["outcomes"]), Counter(dict(found))), least)
 
 
 def host_of(url: str) -> str:

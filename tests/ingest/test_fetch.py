@@ -31,7 +31,7 @@ from core.schema import Outcome, pair_fields
 from core.storage import Folder
 from ingest import fetch, staging
 from ingest.config import IngestConfig
-from ingest.tally import progress_words
+from ingest.tally import JUDGED_ROWS, progress_words
 from tests.ingest.server import Server, picture
 
 ROOT = Path(__file__).parents[2]
@@ -290,15 +290,31 @@ def test_a_txt_list_needs_no_captions_and_an_object_store_is_a_work_folder(tmp_p
     assert read_header(stored).baseline_420
 
 
-def test_a_collapse_stops_the_run_and_names_hosts(tmp_path: Path, server: Server) -> None:
+def test_a_collapse_stops_the_run_and_names_hosts(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [(server.url(f"/fault/missing?{i}"), "gone") for i in range(30)]
     urls = write_list(tmp_path / "list.parquet", rows)
-    for _ in range(2):  # that all rows are there by the second time makes them no better
+    assert run(tmp_path, urls, min_success=0.5)["ok"] == 0  # too few to be judged
+    monkeypatch.setattr("ingest.tally.JUDGED_ROWS", 30)
+    for _ in range(2):  # that all rows are there makes them no better
         with pytest.raises(RunError, match=rf"0 of 30 rows.*http_4xx \(30\).*127.0.0.1:{server.port} \(30\)"):
-            run(tmp_path, urls, min_success=0.5)
-    assert run(tmp_path, urls)["ok"] == 0
-    with pytest.raises(RunError, match="0 of 30 rows"):
-        run(tmp_path, urls, min_success=0.1)
+            run(tmp_path, urls)
+    assert run(tmp_path, urls, min_success=0.0)["ok"] == 0
+
+
+def test_a_collapse_stops_before_the_list_ends(tmp_path: Path, server: Server) -> None:
+    for work, good in (("well", 3 * JUDGED_ROWS // 50), ("ill", 0)):
+        rows = [(server.url(f"/pic/{i}.jpg"), "there") for i in range(good)]
+        rows += [(f"data:,{i}", "no URL to ask") for i in range(2 * JUDGED_ROWS - good)]
+        urls = write_list(tmp_path / f"{work}.parquet", rows)
+        more = {"work": str(tmp_path / work), "unit_urls": 500}
+        if good:
+            assert run(tmp_path, urls, **more)["ok"] == good
+            continue
+        with pytest.raises(RunError, match=r"only 0 of [\d,]+ rows succeeded.*bad_url"):
+            run(tmp_path, urls, **more)
+        assert len(list((tmp_path / work / "ingest/parts").glob("*.parquet"))) < 8  # units of the whole list
 
 
 def test_a_full_temporary_disk_is_one_sentence(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
