@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dedup import bands, minhash
-from dedup.tokens import Sets, alike
+from dedup.tokens import Sets, alike, counts
 
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
@@ -80,7 +80,7 @@ def _shared(sets: Sets, a_P: I64, b_P: I64, width: int) -> I64:
     """Number of words two sets share: once both stand sorted in one row, equal neighbours."""
     words_PW = np.concatenate((_padded(sets, a_P, width), _padded(sets, b_P, width)), axis=1)
     words_PW.sort(axis=1)
-    return np.count_nonzero((words_PW[:, 1:] == words_PW[:, :-1]) & (words_PW[:, 1:] != 0), axis=1)
+    return counts((words_PW[:, 1:] == words_PW[:, :-1]) & (words_PW[:, 1:] != 0)).astype(np.int64)
 
 
 def _padded(sets: Sets, which_P: I64, width: int) -> U32:

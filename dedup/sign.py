@@ -184,7 +184,7 @@ def _sign_part(unit: Unit, *, folder: Folder, parts: str, marks: Mapping[str, by
         file.write_table(sets)  # deciding again maps it: as Parquet, decoding took longer than the comparisons
     with folder.staged(f"dedup/signatures/{unit.id}.parquet") as path:
         marked = signed.replace_schema_metadata({_MARK: marks[unit.id]})
-        pq.write_table(marked, path, compression="zstd", compression_level=1, use_dictionary=["unit"])
+        pq.write_table(marked, path, compression="lz4", use_dictionary=["unit"])
     tick(unit.rows)
     return int(signed.num_rows)
 

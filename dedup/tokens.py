@@ -104,14 +104,14 @@ def _as_sets(captions: pa.Array) -> tuple[Sets, U64, U64]:
     flats, filled = [], 0
     for rows, width in alike(words.lengths):
         table_nW = _table(words, rows, width)
-        caption_keys[rows] = (table_nW * _places(width)).sum(axis=1)
+        caption_keys[rows] = table_nW @ _places(width)
         table_nW.sort(axis=1)
         table_nW[:, 1:][table_nW[:, 1:] == table_nW[:, :-1]] = 0
         used_nW = table_nW != 0
-        sizes[rows] = used_nW.sum(axis=1)
+        sizes[rows] = counts(used_nW)
         # sets in order of their keys lie in order of their sizes, as kernels on like sizes want them
         step = np.minimum(sizes[rows], _STEPS).astype(np.uint64) << np.uint64(_KEY_BITS)
-        set_keys[rows] = (table_nW.sum(axis=1) >> np.uint64(64 - _KEY_BITS)) | step
+        set_keys[rows] = ((table_nW @ np.ones(width, np.uint64)) >> np.uint64(64 - _KEY_BITS)) | step
         starts[rows] = filled + np.cumsum(sizes[rows]) - sizes[rows]
         flats.append(np.maximum(table_nW[used_nW].astype(np.uint32), 1))
         filled += len(flats[-1])
@@ -133,6 +133,11 @@ def alike(sizes: I64) -> Iterator[tuple[I64, int]]:
         for start in range(begin, end, step) if width else ():
             yield order[start : min(start + step, end)], width
         begin = end
+
+
+def counts(mask_nW: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint32]:
+    """How many are set in each row: a product, which takes a third of a sum along short rows."""
+    return np.matmul(mask_nW.view(np.uint8), np.ones(mask_nW.shape[1], np.uint32), dtype=np.uint32)
 
 
 def _table(words: Words, rows: I64, width: int) -> U64:
