@@ -16,6 +16,7 @@ import itertools
 import json
 import re
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -31,6 +32,8 @@ FORMATS = ("parquet", "csv", "tsv", "json", "jsonl", "txt")
 _ALIASES = {"pq": "parquet", "ndjson": "jsonl", "tab": "tsv", "lst": "txt", "list": "txt"}
 BATCH_ROWS = 20_000
 _SNIFF_BYTES = 1 << 20
+_RECORD_BYTES = 1 << 17  # of a row of several lines, the most that the package csv takes for one field
+_TO_QUOTE = re.compile(rb'[^"]*+(?:""[^"]*+)*+"')  # from within a quoted field to its end
 _NESTED = 3  # compressed files within compressed files, at most
 # BOMs, the longer ones first because UTF-32's begins with UTF-16's
 _WIDE = {
@@ -196,7 +199,7 @@ def _opened(name: str) -> Iterator[IO[bytes]]:
                 f"expected text in {name}, found {what}; unpack it, or give it the ending that it should have"
             )
         if encoding := next((wide for bom, wide in _WIDE.items() if head.startswith(bom)), None):
-            stream = _buffered(stack, cast("IO[bytes]", _Utf8(stream, encoding)))
+            stream = _buffered(stack, cast("IO[bytes]", _Pieces(_utf8(stream, encoding))))
         yield cast("IO[bytes]", stream)
 
 
@@ -204,21 +207,29 @@ def _buffered(stack: contextlib.ExitStack, stream: Any) -> io.BufferedReader:
     return stack.enter_context(io.BufferedReader(stream, 1 << 16))
 
 
-class _Utf8(io.RawIOBase):
+def _utf8(stream: io.BufferedReader, encoding: str) -> Iterator[bytes]:
     """A text in another encoding, as UTF-8; Windows writes UTF-16."""
+    decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
+    while block := stream.read(1 << 16):
+        yield decoder.decode(block).encode()
+    yield decoder.decode(b"", final=True).encode()
 
-    def __init__(self, stream: io.BufferedReader, encoding: str) -> None:
-        self._stream, self._ready = stream, b""
-        self._decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
+
+class _Pieces(io.RawIOBase):
+    """Pieces of a text as a file."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._ready = pieces, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        block = b"any"
-        while not self._ready and block:
-            block = self._stream.read(1 << 16)
-            self._ready = self._decoder.decode(block, final=not block).encode()
+        while not self._ready:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._ready = memoryview(piece)
         size = min(len(buffer), len(self._ready))
         buffer[:size], self._ready = self._ready[:size], self._ready[size:]
         return size
@@ -316,10 +327,19 @@ def _dialect(form: str, head: str) -> dict[str, Any]:
 
 
 def _first_row(head: str, dialect: dict[str, Any]) -> tuple[list[str], int]:
-    """The first row with anything in it, and the number of rows up to and with it."""
-    for number, row in enumerate(csv.reader(io.StringIO(head, newline=""), **dialect), 1):
-        if row:
-            return row, number
+    """The first row with anything in it, and the number of rows up to and with it.
+
+    Raises:
+        csv.Error: a quote in it is never closed, or text follows the quote that closes it.
+    """
+    reader = csv.reader(io.StringIO(head, newline=""), **dialect, strict=True)
+    number = 0
+    try:
+        for number, row in enumerate(reader, 1):
+            if row:
+                return row, number
+    except csv.Error as error:
+        raise csv.Error(f"row {number + 1} has a stray quote, {error}") from error
     return [], 0
 
 
@@ -362,6 +382,10 @@ def _delimited(form: str, name: str, names: list[str], positions: bool, source: 
         return "skip"
 
     with _opened(name) as file:
+        if quote:
+            place = _labels(names).index(source.url)
+            whole = _closed(file, dialect["delimiter"].encode(), len(names), place, name, source)
+            file = cast("IO[bytes]", io.BufferedReader(_Pieces(whole), 1 << 20))
         reader = arrow_csv.open_csv(
             pa.PythonFile(file, mode="r"),
             arrow_csv.ReadOptions(use_threads=False, column_names=columns, skip_rows_after_names=skipped, block_size=1 << 22),
@@ -373,6 +397,83 @@ def _delimited(form: str, name: str, names: list[str], positions: bool, source: 
         for batch in reader:
             if batch.num_rows:
                 yield [_strings(column) for column in batch.columns]
+
+
+def _closed(
+    file: IO[bytes], delimiter: bytes, columns: int, url: int, name: str, source: ListSource
+) -> Iterator[bytes]:
+    """The text of `file` without the lines that open a quote which is not theirs to open.
+
+    Such a quote would swallow every line up to the next quote, wherever that is. It is told by what it leads to: no end
+    within `_RECORD_BYTES`, text behind the quote that ends it, another number of fields, or lines swallowed that are
+    rows by themselves, with a URL in column `url`. The line is refused and those after it are read as if it were not there.
+    """
+    cell = rb'(?:"%b|(?!"))[^%b]*+' % (_TO_QUOTE.pattern, re.escape(delimiter))
+    closed = re.compile(rb"(?:%b%b)*+%b" % (cell, re.escape(delimiter), cell))  # a line that ends outside of quotes
+    lines: deque[bytes] = deque()  # or blocks of lines, where no quote is in them
+    blocks = _whole_lines(file)
+
+    def more() -> bool:
+        block = next(blocks, b"")
+        lines.extend(block.splitlines(keepends=True) if b'"' in block else [block] if block else [])
+        return bool(block)
+
+    def record(first: bytes) -> tuple[list[bytes], bool]:
+        """`first`, which ends within quotes, with the lines up to the closing one, and whether they are one row."""
+        found, size = [first], len(first)
+        while lines or more():
+            line = lines.popleft()
+            found.append(line)
+            size += len(line)
+            if size > _RECORD_BYTES:
+                break
+            if end := _TO_QUOTE.match(line):
+                rest = line[end.end() :]
+                if rest.startswith(delimiter):
+                    if not closed.fullmatch(rest[1:]):
+                        continue  # into the next quoted field
+                elif rest.strip(b"\r\n"):
+                    return found, False
+                row = next(csv.reader(io.StringIO(_text(b"".join(found)), newline=""), delimiter=delimiter.decode()))
+                return found, len(row) == columns and not (is_row(first) and any(map(is_row, found[1:])))
+        return found, False
+
+    def is_row(line: bytes) -> bool:
+        fields = line.split(delimiter)
+        return len(fields) == columns and bool(re.match(rb'\s*"?https?://', fields[url], re.IGNORECASE))
+
+    number = 1
+    ready: list[bytes] = []
+    while lines or more():
+        line = lines.popleft()
+        found = [line]
+        if b'"' in line and not closed.fullmatch(line):
+            found, whole = record(line)
+            if not whole:
+                text = _text(line[:80]).strip()
+                source.refuse(f"line {number} of {name} opens a quote that is not closed in its row: {text!r}")
+                lines.extendleft(reversed(found[1:]))
+                number += 1
+                continue
+        ready += found
+        number += sum(max(piece.count(b"\n"), piece.count(b"\r")) for piece in found)
+        if not lines:
+            yield b"".join(ready)
+            ready.clear()
+    yield b"".join(ready)
+
+
+def _whole_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Blocks that end where a line does."""
+    rest = b""
+    while block := file.read(_SNIFF_BYTES):
+        rest += block
+        end = max(rest.rfind(b"\n"), rest.rfind(b"\r", 0, -1)) + 1  # at a last \r, its \n may be yet to come
+        if end:
+            yield rest[:end]
+            rest = rest[end:]
+    if rest:
+        yield rest
 
 
 def _strings(column: Any) -> Any:

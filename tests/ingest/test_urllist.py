@@ -356,6 +356,47 @@ def test_lines_that_are_no_rows_are_counted(tmp_path: Path, caplog: pytest.LogCa
     assert "1 lines of the list are not rows" in caplog.text
 
 
+@pytest.mark.parametrize("url_first", [True, False])
+@pytest.mark.parametrize("closing", ["", '5" disc', 'the "end"', '""', '"quoted, too"', '"two{}lines"', 'disc 5"'])
+@pytest.mark.parametrize(
+    ("gap", "delimiter", "line_end"), [(0, ",", "\n"), (3, ";", "\r\n"), (1, ",", "\r"), (40_000, ",", "\n")]
+)
+def test_a_quote_without_end_costs_its_own_line(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    gap: int,
+    closing: str,
+    url_first: bool,
+    delimiter: str,
+    line_end: str,
+) -> None:
+    captions = ["first", '"two{}lines, one row"', '"open', *["between"] * gap, *[closing] * bool(closing), "last"]
+    rows = [(f"http://a.test/{i}", caption.format(line_end)) for i, caption in enumerate(captions)]
+    cells = [("url", "caption"), *rows]
+    path = tmp_path / "list.csv"
+    text = "".join(delimiter.join(cell if url_first else cell[::-1]) + line_end for cell in cells)
+    path.write_bytes(text.encode())
+    table = plan(tmp_path, path)
+    assert table["url"].to_pylist() == [url for url, caption in rows if caption != '"open']
+    assert "1 lines of the list are not rows" in caplog.text
+    assert "line 5 of" in caplog.text and "opens a quote" in caplog.text
+
+
+def test_a_quote_that_ends_far_away_costs_its_own_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    long = "x" * 200_000
+    (tmp_path / "list.csv").write_text(
+        f'url,caption\nhttp://a.test/1,"open\nhttp://a.test/2,{long}"\nhttp://a.test/3,x\n'
+    )
+    assert plan(tmp_path, tmp_path / "list.csv")["url"].to_pylist() == ["http://a.test/2", "http://a.test/3"]
+    assert "line 2 of" in caplog.text
+
+
+def test_a_quote_without_end_in_the_first_row_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text('url,"caption\nhttp://a.test/1,x\n')
+    with pytest.raises(InputError, match="row 1 has a stray quote"):
+        plan(tmp_path, tmp_path / "list.csv")
+
+
 def test_lone_surrogates_of_json_do_no_harm(tmp_path: Path) -> None:
     path = tmp_path / "list.jsonl"
     path.write_text('{"url": "http://a.test/1", "caption": "half a pair: \\ud83d"}\n[1]\n')
