@@ -105,11 +105,29 @@ def open_list(files: list[str], url_col: str, caption_col: str) -> ListSource:
 
 
 def _from_first_row(form: str, files: list[str], positions: bool) -> tuple[list[str], list[str]]:
-    """`files` without the empty ones before the first that names columns, and its columns; Spark leaves empty parts."""
-    for place, name in enumerate(files):
-        if names := _column_names(form, name, positions):
-            return files[place:], names
+    """`files` without the empty ones before the first that names columns, and its columns; Spark leaves empty parts.
+
+    Records have the keys of all of them, because the last record of the last file may be the first with a score.
+    """
+    if form in ("json", "jsonl"):
+        if names := _keys(form, files):
+            return files, names
+    else:
+        for place, name in enumerate(files):
+            if names := _column_names(form, name, positions):
+                return files[place:], names
     raise InputError(f"expected a list of URLs in {files[0]}, found no row in it")
+
+
+def _keys(form: str, files: list[str]) -> list[str]:
+    """The keys of all records, in the order of their first appearance."""
+    keys: dict[str, None] = {}
+    for name in files:
+        with _readable(name):
+            for record in _records(form, name):
+                if record and not keys.keys() >= record.keys():
+                    keys.update(dict.fromkeys(record))
+    return list(keys)
 
 
 def _labels(names: list[str]) -> list[str]:
@@ -263,11 +281,6 @@ def _column_names(form: str, name: str, positions: bool) -> list[str]:
 
             with Folder("/").open(name) as file, pq.ParquetFile(file) as parquet:
                 return list(parquet.schema_arrow.names)
-        if form in ("json", "jsonl"):
-            names: dict[str, None] = {}
-            for record in itertools.islice(_records(form, name), 1000):
-                names.update(dict.fromkeys(record or {}))
-            return list(names)
         with _opened(name) as file:
             head = _text(file.read(_SNIFF_BYTES)).removeprefix("\ufeff")
         row, _ = _first_row(head, _dialect(form, head))

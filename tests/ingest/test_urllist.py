@@ -397,6 +397,19 @@ def test_a_quote_without_end_in_the_first_row_is_one_sentence(tmp_path: Path) ->
         plan(tmp_path, tmp_path / "list.csv")
 
 
+@pytest.mark.parametrize("form", ["json", "jsonl"])
+def test_columns_that_appear_late_are_carried(tmp_path: Path, form: str) -> None:
+    records: list[dict[str, Any]] = [{"url": f"http://a.test/{i}", "caption": "x"} for i in range(25_000)]
+    records[1500]["late"], records[-1]["last"] = "a", 7
+    for name, part in (("1", records), ("2", [{"url": "http://a.test/other", "caption": "y", "other": "b"}])):
+        text = json.dumps(part) if form == "json" else "".join(json.dumps(record) + "\n" for record in part)
+        (tmp_path / f"{name}.{form}").write_text(text)
+    table = plan(tmp_path, tmp_path / f"*.{form}")
+    assert table.num_rows == 25_001
+    found = {name: [str(v) for v in table[name].to_pylist() if v is not None] for name in ("late", "last", "other")}
+    assert found == {"late": ["a"], "last": ["7"], "other": ["b"]}
+
+
 def test_lone_surrogates_of_json_do_no_harm(tmp_path: Path) -> None:
     path = tmp_path / "list.jsonl"
     path.write_text('{"url": "http://a.test/1", "caption": "half a pair: \\ud83d"}\n[1]\n')
