@@ -29,7 +29,7 @@ from dedup import boilerplate
 from dedup.match import MIN_WORDS
 from dedup.tokens import Sets, as_sets, segments
 
-VERSION = "4"  # raised whenever the rule of tokens or permutations changes, so that old signatures are made again
+VERSION = "5"  # raised whenever the rule of tokens or permutations changes, so that old signatures are made again
 _MARK = b"pairmill.signatures"
 _COLUMNS = (
     "uid",
@@ -57,8 +57,8 @@ SIGNATURES = pa.schema(
         pa.field("pixels", pa.int64(), nullable=False),
         pa.field("url_key", pa.uint64()),
         pa.field("bytes_key", pa.uint64()),
-        pa.field("image_hash", pa.binary(32)),
-        pa.field("image_hash_mirrored", pa.binary(32)),
+        pa.field("image_hash", pa.binary()),  # of 32 bytes; as pa.binary(32) a null would take as much
+        pa.field("image_hash_mirrored", pa.binary()),
     ]
 )
 SETS = pa.schema(
@@ -211,8 +211,8 @@ def signatures(pairs: pa.Table) -> tuple[pa.Table, pa.Table]:
         pc.fill_null(pixels, 0),
         string_keys(column["url"]),
         string_keys(column["sha256"]),
-        column["image_hash"].cast(pa.binary(32)),
-        column["image_hash_mirrored"].cast(pa.binary(32)),
+        column["image_hash"].cast(pa.binary()),
+        column["image_hash_mirrored"].cast(pa.binary()),
     ]
     arrays = [array.cast(field.type) for array, field in zip(columns, SIGNATURES, strict=True)]
     return pa.Table.from_arrays(arrays, schema=SIGNATURES), _set_table(sets, set_keys)

@@ -57,6 +57,7 @@ class Store:
         table = self._marked(PAIRS)
         if table is None or self._marked(HASHES) is None or self._marked(NUMBERS) is None:
             table = self._number()
+            pa.default_memory_pool().release_unused()  # what it was made from is twice as large, and edges need the room
         for name in KEYS if keys else ():
             table = table.append_column(name, _at(self._signed(name), table["signed_row"].to_numpy()))
         return Pairs(table, self._hashes)
