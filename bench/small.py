@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from core.catalog import PAIRS
 from core.images import encode_jpeg
 from core.storage import Folder
 
@@ -119,7 +120,8 @@ def results(work: str) -> dict[str, Any]:
         data = folder.read(name)
         found[name] = data if name.endswith(".tar") else _rows(data)
     for name in folder.list("dedup/*.parquet"):
-        found[name] = folder.read(name)
+        data = folder.read(name)  # the list of pairs is marked with the downloads that it was made from
+        found[name] = _rows(data) if name == PAIRS else data
     for name in folder.list("shards/*"):
         if name.endswith((".tar", ".idx", ".parquet", ".json")) and not name.endswith("done.json"):
             found[name] = folder.read(name)

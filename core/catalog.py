@@ -26,9 +26,8 @@ _TABLE = "read_parquet({})"
 # The file of a live run may end in half a line, which becomes a row of nulls.
 _LINES = "read_json_auto({}, format='newline_delimited', ignore_errors=true, union_by_name=true, filename=true)"
 SCORES = "scores/[!.]*.parquet"  # `score`'s column, which `pairs` shows beside ingest's
-PAIRS = (
-    "dedup/pairs.parquet"  # every pair that dedup decided on; those without a row of `decisions` stay, like no other
-)
+# Every pair that dedup decided on; those without a row of `decisions` stay, like no other.
+PAIRS = "dedup/pairs.parquet"
 VIEWS: dict[str, tuple[str, str, str]] = {
     "pairs": ("ingest/parts/[!.]*.parquet", _PARTS, "ingest"),
     "signatures": ("dedup/signatures/[!.]*.parquet", _PARTS, "dedup"),
