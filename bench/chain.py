@@ -27,14 +27,12 @@ docs/results/race.md and its picture. Needs nginx (apt-get install nginx) and th
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import json
 import random
 import shlex
 import socket
 import statistics
-import subprocess
 import sys
 import time
 import tomllib
@@ -50,13 +48,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from bench import flickr8k
 from bench.cost import Sampler, timed
 from bench.machine import claim, machine
 from bench.peers import peer_python
+from bench.sides import ROOT, first_weights, pairmill
 from bench.web import nginx
 from core.runner import cores
 
-ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results" / "race.md"
 PICTURE = PAGE.with_suffix(".svg")
 GOAL = 1 / 3
@@ -181,13 +180,10 @@ def _serve(race: Race, web: Path, row: dict[str, Any]) -> None:
 
 def _captions(data: Path, split: str) -> dict[str, list[str]]:
     """Captions by file of one split."""
-    with (data / "images.tsv").open(encoding="utf-8") as file:
-        table = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-        found: dict[str, list[str]] = {row["file"]: [] for row in table if row["split"] == split}
-    with (data / "captions.tsv").open(encoding="utf-8") as file:
-        for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
-            if row["file"] in found:
-                found[row["file"]].append(row["caption"])
+    found: dict[str, list[str]] = {}
+    for file, caption, of in flickr8k.captions(data):
+        if of == split:
+            found.setdefault(file, []).append(caption)
     return found
 
 
@@ -239,27 +235,10 @@ def _write_test_set(race: Race) -> None:
     with nginx(race.data / "images") as base:
         pairs = [(f"{base}/{file}", text) for file, texts in _captions(race.data, "test").items() for text in texts]
         pq.write_table(pa.table({"url": [url for url, _ in pairs], "caption": [text for _, text in pairs]}), urls)
-        work = ["--work", str(race.keep / "test"), "--json"]
-        _pairmill("ingest", str(urls), "--allow-private", "--size", "256", *work)
-    _pairmill("dedup", "--threshold", "1", "--image-bits", "0", *work)  # all but equal captions of equal pictures
-    _pairmill("shard", "--size", "256", *work)
-
-
-def write_weights(race: Race, seed: int) -> None:
-    """First weights in a form that both trainers load."""
-    import torch
-
-    from core.storage import Folder
-    from train import checkpoint, export
-    from train.models import model_config
-    from train.towers import CLIP
-
-    torch.manual_seed(seed)
-    shape = model_config(_settings(race, seed)["model"])
-    folder = Folder(str(race.init(seed)))
-    folder.make()
-    checkpoint.write_tensors(folder, export.WEIGHTS[0], CLIP(shape).state_dict())
-    folder.write(export.CONFIG, json.dumps(export.open_clip_config(shape)).encode())
+        work = ["--work", str(race.keep / "test")]
+        pairmill("ingest", str(urls), "--allow-private", "--size", "256", *work)
+    pairmill("dedup", "--threshold", "1", "--image-bits", "0", *work)  # all but equal captions of equal pictures
+    pairmill("shard", "--size", "256", *work)
 
 
 def _settings(race: Race, seed: int = 0) -> dict[str, Any]:
@@ -313,14 +292,6 @@ def _spent(samples: list[tuple[float, float, int]], moment: float) -> float:
 
 def _bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.exists() else 0
-
-
-def _pairmill(*arguments: str) -> dict[str, Any]:
-    """The summary of a verb of ours."""
-    done = subprocess.run([sys.executable, "-m", "cli", *arguments], capture_output=True, text=True, cwd=ROOT)
-    if done.returncode:
-        sys.exit(f"pairmill {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 # ---- the two sides -----------------------------------------------------------------------------------------------------
@@ -400,16 +371,16 @@ def recall(race: Race, seed: int) -> dict[str, dict[str, float]]:
     """R@1, 5 and 10 of both sides, both ways, by the one evaluator."""
     theirs = race.keep / "peers" / "logs" / f"seed-{seed}" / "checkpoints" / f"epoch_{EPOCHS}.pt"
     places = {"ours": race.work / "runs" / (f"seed-{seed}" if seed else "main"), "peers": theirs}
-    common = ["--model", _settings(race)["model"], "--val", str(race.keep / "test" / "shards"), "--json"]
+    common = ["--model", _settings(race)["model"], "--val", str(race.keep / "test" / "shards")]
     common += ["--work", str(race.keep / "test")]
-    return {side: _pairmill("eval", "--checkpoint", str(place), *common)["retrieval"] for side, place in places.items()}
+    return {side: pairmill("eval", "--checkpoint", str(place), *common)["retrieval"] for side, place in places.items()}
 
 
 def outcome(race: Race) -> dict[str, Any]:
     """Pairs kept, planted duplicates missed by kind, and bad pictures kept, of both sides."""
     rows = {row["id"]: row for row in _rows(race, "", "")}
     query = "SELECT id, bool_or(kept) FROM pairs JOIN decisions USING (uid) GROUP BY id"
-    answer = _pairmill("sql", query, "--limit", "0", "--work", str(race.work), "--json")
+    answer = pairmill("sql", query, "--limit", "0", "--work", str(race.work))
     kept = {"ours": [i for i, stays in answer["rows"] if stays], "peers": _kept_by_peers(race)}
     found: dict[str, Any] = {"planted": Counter(row["kind"] for row in rows.values() if row["kind"]), "rows": len(rows)}
     for side, ids in kept.items():
@@ -672,7 +643,7 @@ def run_steps(race: Race, names: list[str], seeds: int) -> None:
     if "world" in names or not (names or (race.keep / "test" / "shards").exists()):
         make_world(race)
         for seed in range(seeds):
-            write_weights(race, seed)
+            first_weights(race.init(seed), _settings(race)["model"], seed)
     for name in known if not names else [name for name in names if name != "world"]:
         target = costs / f"{name}.json"
         if not names and target.exists():

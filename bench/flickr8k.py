@@ -71,16 +71,23 @@ async def _reachable(port: int) -> None:
     sys.exit(f"nothing answers on 127.0.0.1:{port}; is the port taken? choose another with --port")
 
 
-def write_list(data: Path, base_url: str, target: Path) -> int:
-    """The URL list (url, caption, split), one row a caption in the source's order; returns its rows."""
+def captions(data: Path) -> Iterator[tuple[str, str, str]]:
+    """(file, caption, split) of every caption, in the source's order."""
     with (data / "images.tsv").open(encoding="utf-8") as file:
         split = {row["file"]: row["split"] for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)}
-    with (data / "captions.tsv").open(encoding="utf-8") as file, target.open("w", encoding="utf-8") as out:
-        out.write("url\tcaption\tsplit\n")
-        rows = 0
+    with (data / "captions.tsv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
-            caption = '"' + row["caption"].replace('"', '""') + '"'
-            out.write(f"{base_url}/{row['file']}\t{caption}\t{split[row['file']]}\n")
+            yield row["file"], row["caption"], split[row["file"]]
+
+
+def write_list(data: Path, base_url: str, target: Path) -> int:
+    """The URL list (url, caption, split), one row a caption in the source's order; returns its rows."""
+    rows = 0
+    with target.open("w", encoding="utf-8") as out:
+        out.write("url\tcaption\tsplit\n")
+        for file, caption, split in captions(data):
+            quoted = '"' + caption.replace('"', '""') + '"'
+            out.write(f"{base_url}/{file}\t{quoted}\t{split}\n")
             rows += 1
     return rows
 

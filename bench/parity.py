@@ -32,8 +32,8 @@ from typing import Any
 from bench.flickr8k import served, write_list
 from bench.machine import claim, machine
 from bench.peers import peer_python
+from bench.sides import ROOT, first_weights, pairmill
 
-ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results" / "parity.md"
 TRAINERS = ("pairmill", "open_clip")
 MODEL, BATCH, LR, WD, CROP = "small-112", 100, 1e-3, 0.2, 0.9
@@ -51,29 +51,12 @@ def prepare(data: Path, work: Path, port: int) -> None:
     work.mkdir(parents=True, exist_ok=True)
     with served(data / "images", port) as base_url:
         write_list(data, base_url, work / "urls.tsv")
-        _pairmill("ingest", str(work / "urls.tsv"), "--work", str(work / "train"), "--size", "128", "--allow-private")
+        pairmill("ingest", str(work / "urls.tsv"), "--work", str(work / "train"), "--size", "128", "--allow-private")
     held_out = ("--where", "split IN ('train', 'test')", "--holdout", "split = 'test'")
-    _pairmill("dedup", "--work", str(work / "train"), *held_out)
-    _pairmill("shard", "--work", str(work / "train"), "--samples-per-shard", "1000")
+    pairmill("dedup", "--work", str(work / "train"), *held_out)
+    pairmill("shard", "--work", str(work / "train"), "--samples-per-shard", "1000")
     shutil.move(work / "train" / "holdout", work / "test")
-    _pairmill("shard", "--work", str(work / "train"), "--samples-per-shard", "1000", "--captions", "first", "--fresh")
-
-
-def first_weights(folder: Path, seed: int) -> None:
-    """An open_clip folder with random weights of `seed`."""
-    import torch
-
-    from core.storage import Folder
-    from train.checkpoint import write_tensors
-    from train.export import CONFIG, WEIGHTS, open_clip_config
-    from train.models import model_config
-    from train.towers import CLIP
-
-    torch.manual_seed(seed)
-    shape = model_config(MODEL)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(Folder(folder), WEIGHTS[0], CLIP(shape).state_dict())
-    (folder / CONFIG).write_text(json.dumps(open_clip_config(shape)))
+    pairmill("shard", "--work", str(work / "train"), "--samples-per-shard", "1000", "--captions", "first", "--fresh")
 
 
 # -- the two trainers ---------------------------------------------------------------------------------------------------
@@ -81,7 +64,7 @@ def first_weights(folder: Path, seed: int) -> None:
 
 def train_ours(work: Path, seed: int, epochs: int, per_epoch: int) -> None:
     """A run called `seedN` in `work`/train; it goes on where it was stopped."""
-    _pairmill(
+    pairmill(
         "train", "--work", str(work / "train"), "--name", f"seed{seed}", "--model", MODEL, "--batch-size", str(BATCH),
         "--epochs", str(epochs), "--lr", str(LR), "--warmup", str(per_epoch), "--wd", str(WD), "--grad-clip", "0",
         "--crop", str(CROP), "--seed", str(seed), "--init", str(work / f"first{seed}"), "--val", str(work / "test"),
@@ -134,21 +117,11 @@ def recalls_of_theirs(work: Path, seed: int, epochs: int) -> list[dict[str, floa
     known = place / "recalls.json"
     if not known.exists():
         names = [str(place / "checkpoints" / f"epoch_{epoch}.pt") for epoch in range(1, epochs + 1)]
-        given = ("--work", str(place), "--model", MODEL, "--val", str(work / "test"), "--json")
-        found = [json.loads(_pairmill("eval", "--checkpoint", name, *given)) for name in names]
+        given = ("--work", str(place), "--model", MODEL, "--val", str(work / "test"))
+        found = [pairmill("eval", "--checkpoint", name, *given) for name in names]
         known.write_text(json.dumps([one["retrieval"] for one in found]))
     recalls: list[dict[str, float]] = json.loads(known.read_text())
     return recalls
-
-
-def _pairmill(*words: str) -> str:
-    """Run one of our verbs; the last line it prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "cli", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False
-    )
-    if done.returncode:
-        sys.exit(f"pairmill {words[0]} ended with {done.returncode}; its own words are above")
-    return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
 
 
 # -- figures ------------------------------------------------------------------------------------------------------------
@@ -163,7 +136,7 @@ def measure(data: Path, work: Path, seeds: list[int], epochs: int, port: int) ->
     recalls: dict[str, list[Any]] = {name: [] for name in TRAINERS}
     for seed in seeds:
         if not (work / f"first{seed}").exists():
-            first_weights(work / f"first{seed}", seed)
+            first_weights(work / f"first{seed}", MODEL, seed)
         train_ours(work, seed, epochs, per_epoch)
         train_theirs(work, seed, epochs, per_epoch)
         ours = curve_of_ours(work, seed)
