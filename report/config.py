@@ -29,8 +29,6 @@ class ReportConfig(StageConfig):
     """File to write; a relative name lies in the work folder."""
     run: str = setting("")
     """Name of the training run to show; the latest one where this is empty."""
-    pictures: int = setting(6)
-    """Sample pictures for each reason and each duplicate cluster, about 5 kB each; 0 for none. The page stays below 10 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from core.errors import InputError
 from core.storage import Folder
 from core.work import package_version, read_settings
 from report import audit, gallery, html, runs
-from report.config import at_least
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from report.config import ReportConfig
 
 log = logging.getLogger("pairmill.report")
+PICTURES = 6  # samples of each reason to drop, about 5 kB each; twice as many of a cluster
 PICTURE_BYTES = 6_500_000  # of data URLs; the rest of the page takes a few hundred kB
 LARGEST_CLUSTERS = 6
 
@@ -32,13 +32,12 @@ def run(config: ReportConfig) -> dict[str, Any]:
         DataError: a file of it is damaged.
     """
     start = time.perf_counter()
-    at_least("--pictures", config.pictures, 0)
     folder = Folder(config.work)
     with catalog.reading(folder):
-        report = collect(folder, run_name=config.run, pictures=config.pictures)
+        report = collect(folder, run_name=config.run)
     page = html.render(report).encode("utf-8", "replace")  # lone surrogates in captions have no UTF-8
     if len(page) > html.MAX_BYTES:
-        log.warning("the report is %.1f MB; fewer --pictures make it smaller", len(page) / 1e6)
+        log.warning("the report is %.1f MB, more than browsers open quickly", len(page) / 1e6)
     folder.write(config.out, page)
     catalog.write(folder)  # with the views of runs, whose files are younger than the data stages
     seconds = round(time.perf_counter() - start, 3)
@@ -46,7 +45,7 @@ def run(config: ReportConfig) -> dict[str, Any]:
             "run": (report["run"] or {}).get("name"), "seconds": seconds}  # fmt: skip
 
 
-def collect(folder: Folder, *, run_name: str = "", pictures: int = 6) -> dict[str, Any]:
+def collect(folder: Folder, *, run_name: str = "") -> dict[str, Any]:
     """Everything the page shows, as plain values."""
     connection = catalog.connect(folder)
     page = audit.gather(connection)
@@ -64,8 +63,8 @@ def collect(folder: Folder, *, run_name: str = "", pictures: int = 6) -> dict[st
         "version": package_version(),
         "audit": page,
         "failures": gallery.failures(connection),
-        "dropped": gallery.dropped(connection, thumbnails, pictures) if pictures else [],
-        "clusters": gallery.clusters(connection, thumbnails, largest, 2 * pictures) if pictures else [],
+        "dropped": gallery.dropped(connection, thumbnails, PICTURES),
+        "clusters": gallery.clusters(connection, thumbnails, largest, 2 * PICTURES),
         "run": {**latest, "examples": examples} if latest else None,
         "settings": settings,
         "recipe": recipe(settings, str(folder)),

@@ -17,13 +17,16 @@ POINTS = 600  # of a curve; a page needs no more
 SERIES = ("loss", "acc", "scale", "lr", "grad_norm", "pairs_per_s", "wait_share", "mfu")
 # Where a step's time passes (train.meter), in the order in which the page stacks them.
 PLACES = {"decode": "waiting for a batch", "h2d": "copying to the device", "compute": "computing"}
+# What the driver tells of the GPUs (train.card), as shares: a reading over its limit, or a share already.
+GPU = {"busy": ("busy", ""), "power": ("power_w", "power_limit_w"), "memory": ("memory_bytes", "memory_total_bytes")}
 EXAMPLES = 12
 
 
 def load(folder: Folder, name: str = "") -> dict[str, Any] | None:
     """The run `name`, or the one that logged last; None where there is no run.
 
-    Returns {name, config, steps: {key: [values]}, split: {place: [shares]}, evals, retrieval, zero_shot, last}.
+    Returns {name, config, steps: {key: [values]}, split: {place: [shares]}, gpu: {reading: [shares]}, evals, retrieval,
+    zero_shot, last}.
 
     Raises:
         InputError: there is no run of that name.
@@ -46,6 +49,7 @@ def _load(folder: Folder, name: str) -> dict[str, Any]:
         "config": _settings(json_file(folder, f"{home}/config.json")),
         "steps": {key: [_finite(row.get(key)) for row in rows] for key in ("step", *SERIES)},
         "split": split(rows),
+        "gpu": gpu(rows),
         "evals": evals,
         "retrieval": _newest(evals, "retrieval"),
         "zero_shot": _newest(evals, "zero_shot"),
@@ -89,6 +93,23 @@ def split(rows: list[dict[str, Any]]) -> dict[str, list[float | None]]:
         for place, words in PLACES.items():
             shares[words].append(means[place] / whole if whole else None)
     return shares
+
+
+def gpu(rows: list[dict[str, Any]]) -> dict[str, list[float | None]]:
+    """Readings of the GPUs, means of the ranks, by their words; empty of a run on CPUs, or without NVML."""
+    found = {}
+    for words, (name, limit) in GPU.items():
+        shares = [_over_limit(row.get("gpu") or {}, name, limit) for row in rows]
+        if any(share is not None for share in shares):
+            found[words] = shares
+    return found
+
+
+def _over_limit(readings: dict[str, dict[str, float]], name: str, limit: str) -> float | None:
+    values = [_finite(readings.get(key, {}).get("mean")) for key in (name, limit) if key]
+    if None in values or (limit and not values[1]):
+        return None
+    return values[0] / values[1] if limit else values[0]  # type: ignore[operator]
 
 
 def examples(folder: Folder, run: dict[str, Any], thumbnails: Thumbnails) -> dict[str, list[dict[str, Any]]]:

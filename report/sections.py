@@ -30,6 +30,7 @@ MEASURES = {
     "caption_words": "Words in a caption",
 }
 SPLIT_TONES = ("b", "c", "a")
+GPU_TONES = ("a", "b", "d")
 
 
 def build(report: dict[str, Any]) -> Iterator[tuple[str, str, Child]]:
@@ -272,6 +273,10 @@ def training(run: dict[str, Any]) -> Child:
                 "Where a step's time goes", x, series, wide=True, note="share of the step, mean of the ranks"
             )
         )
+    if run.get("gpu"):
+        gpu: list[charts.Series] = [(n, t, v) for (n, v), t in zip(run["gpu"].items(), GPU_TONES, strict=False)]
+        note = "share of the time, of the power limit and of the card's memory, mean of the ranks"
+        figures.append(charts.lines("The GPUs", x, gpu, y=percent, zero=True, top=1.0, wide=True, note=note))
     heading = f"Run {run['name']}"
     note = tag("p", heading, *(f" · {words}" for words in _run_words(run)), class_="quiet")
     return [note, tag("div", figures, class_="grid")]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -124,6 +125,22 @@ def test_the_latest_run_is_shown_unless_one_is_named(tmp_path: Path) -> None:
     assert run.run(ReportConfig(work=str(work), run="first"))["run"] == "first"
     with pytest.raises(InputError, match="'first'"):
         run.run(ReportConfig(work=str(work), run="frist"))
+
+
+def test_what_the_gpus_did_is_drawn_as_shares(tmp_path: Path) -> None:
+    work = make_work(tmp_path / "work")
+    assert "The GPUs" not in run_page(work)
+    over = {"busy": 0.5, "power_w": 350.0, "power_limit_w": 700.0, "memory_bytes": 30e9}
+    gpu = {name: {"mean": value, "min": value, "max": value} for name, value in over.items()}
+    rows = [{**step_row(10), "gpu": None}, {**step_row(20), "gpu": gpu}, {**step_row(30), "gpu": gpu}]
+    (work / "runs/first/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = run_page(work)
+    assert "The GPUs" in page and "step 20: busy 50 %; power 50 %<" in page  # memory has no limit to be a share of
+
+
+def run_page(work: Path) -> str:
+    run.run(ReportConfig(work=str(work)))
+    return (work / "report.html").read_text()
 
 
 def test_nothing_to_report(tmp_path: Path) -> None:

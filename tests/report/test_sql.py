@@ -128,15 +128,13 @@ def test_numbers_that_make_no_sense_are_refused(work: Path) -> None:
     for top in (0, -1):
         with pytest.raises(ConfigError, match="--top"):
             audit.run(AuditConfig(work=str(work), top=top))
-    with pytest.raises(ConfigError, match="--pictures"):
-        report.run(ReportConfig(work=str(work), pictures=-1))
 
 
 def test_the_saved_catalogue_knows_every_view_after_a_report(tmp_path: Path) -> None:
     import duckdb
 
     work = make_work(tmp_path)
-    assert report.run(ReportConfig(work=str(work), pictures=0))["bytes"] > 0
+    assert report.run(ReportConfig(work=str(work)))["bytes"] > 0
     with duckdb.connect(str(work / "catalog.duckdb"), read_only=True) as connection:
         for view in ("pairs", "decisions", "samples", "steps", "evals"):
             assert connection.execute(f"SELECT count(*) > 0 FROM {view}").fetchall() == [(True,)], view
@@ -159,5 +157,5 @@ def test_a_file_damaged_inside_is_no_crash(tmp_path: Path) -> None:
             damaged[at : at + 8] = rng.randbytes(8)
             (work / name).write_bytes(damaged)
             with contextlib.suppress(DataError):  # some bytes matter to nobody
-                report.run(ReportConfig(work=str(work), pictures=1))
+                report.run(ReportConfig(work=str(work)))
         (work / name).write_bytes(whole)
