@@ -2,7 +2,7 @@
 
 Method: the 6,000 training photographs of Flickr8k with their first captions, packed once by `pairmill shard`, are read by
 both: ours by its index, open_clip's trainer (3.3.0, in its own environment, `python -m bench.peers open_clip`) by
-webdataset. Both start from one open_clip folder a seed, and see random crops of at least 0.9 of the area, bf16 products,
+webdataset. Both start from one open_clip folder a seed, and see random crops of at least 0.9 of the area, one precision,
 AdamW (0.9, 0.98, 1e-6, decay 0.2), a warm-up of one epoch and a cosine, no gradient clipping. What differs is what the
 trainers themselves do: order of the samples, draws of the crops, decoder, attention, loss, rounding. Every epoch of either
 is measured by one evaluator, ours, on the 1,000 test photographs with all 5,000 captions.
@@ -37,6 +37,7 @@ from bench.sides import ROOT, first_weights, pairmill
 PAGE = ROOT / "docs" / "results" / "parity.md"
 TRAINERS = ("pairmill", "open_clip")
 MODEL, BATCH, LR, WD, CROP = "small-112", 100, 1e-3, 0.2, 0.9
+THEIR_NAMES = {"bf16": "amp_bf16", "fp32": "fp32"}
 COLOURS = {"pairmill": "#36c", "open_clip": "#c63"}
 WINDOW = 10  # steps a point of the curves covers
 
@@ -62,17 +63,17 @@ def prepare(data: Path, work: Path, port: int) -> None:
 # -- the two trainers ---------------------------------------------------------------------------------------------------
 
 
-def train_ours(work: Path, seed: int, epochs: int, per_epoch: int) -> None:
+def train_ours(work: Path, seed: int, epochs: int, per_epoch: int, precision: str) -> None:
     """A run called `seedN` in `work`/train; it goes on where it was stopped."""
     pairmill(
         "train", "--work", str(work / "train"), "--name", f"seed{seed}", "--model", MODEL, "--batch-size", str(BATCH),
         "--epochs", str(epochs), "--lr", str(LR), "--warmup", str(per_epoch), "--wd", str(WD), "--grad-clip", "0",
         "--crop", str(CROP), "--seed", str(seed), "--init", str(work / f"first{seed}"), "--val", str(work / "test"),
-        "--eval-every", str(per_epoch), "--checkpoint-every", "0",
+        "--eval-every", str(per_epoch), "--checkpoint-every", "0", "--precision", precision,
     )  # fmt: skip
 
 
-def train_theirs(work: Path, seed: int, epochs: int, per_epoch: int) -> None:
+def train_theirs(work: Path, seed: int, epochs: int, per_epoch: int, precision: str) -> None:
     """A run called `seedN` in `work`/open_clip, with a checkpoint an epoch."""
     logs = work / "open_clip"
     if (logs / f"seed{seed}" / "checkpoints" / f"epoch_{epochs}.pt").exists():
@@ -85,7 +86,7 @@ def train_theirs(work: Path, seed: int, epochs: int, per_epoch: int) -> None:
         "--name", f"seed{seed}", "--logs", str(logs), "--dataset-type", "webdataset", "--seed", str(seed),
         "--train-data", str(work / "train" / "shards" / f"{numbers}.tar"), "--train-num-samples", str(BATCH * per_epoch),
         "--batch-size", str(BATCH), "--epochs", str(epochs), "--lr", str(LR), "--warmup", str(per_epoch), "--wd", str(WD),
-        "--beta1", "0.9", "--beta2", "0.98", "--eps", "1e-6", "--precision", "amp_bf16", "--workers", "1",
+        "--beta1", "0.9", "--beta2", "0.98", "--eps", "1e-6", "--precision", THEIR_NAMES[precision], "--workers", "1",
         "--log-every-n-steps", "1", "--aug-cfg", f"scale=({CROP},1.0)",
     ]  # fmt: skip
     subprocess.run(command, stdout=sys.stderr, cwd=logs.parent, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=True)
@@ -127,7 +128,7 @@ def recalls_of_theirs(work: Path, seed: int, epochs: int) -> list[dict[str, floa
 # -- figures ------------------------------------------------------------------------------------------------------------
 
 
-def measure(data: Path, work: Path, seeds: list[int], epochs: int, port: int) -> dict[str, Any]:
+def measure(data: Path, work: Path, seeds: list[int], epochs: int, precision: str, port: int) -> dict[str, Any]:
     """curves[trainer][seed] of (step, loss), recalls[trainer][seed] of one retrieval an epoch, steps an epoch."""
     prepare(data, work, port)
     listed = json.loads((work / "train" / "shards" / "shards.json").read_text())
@@ -137,8 +138,8 @@ def measure(data: Path, work: Path, seeds: list[int], epochs: int, port: int) ->
     for seed in seeds:
         if not (work / f"first{seed}").exists():
             first_weights(work / f"first{seed}", MODEL, seed)
-        train_ours(work, seed, epochs, per_epoch)
-        train_theirs(work, seed, epochs, per_epoch)
+        train_ours(work, seed, epochs, per_epoch, precision)
+        train_theirs(work, seed, epochs, per_epoch, precision)
         ours = curve_of_ours(work, seed)
         curves["pairmill"].append(ours)
         curves["open_clip"].append(curve_of_theirs(work, seed, [step for step, _ in ours]))
@@ -173,7 +174,9 @@ def compared(found: dict[str, Any], epochs: int) -> dict[str, dict[str, list[flo
     return values
 
 
-def page(found: dict[str, Any], values: dict[str, dict[str, list[float]]], seeds: list[int], epochs: int) -> str:
+def page(
+    found: dict[str, Any], values: dict[str, dict[str, list[float]]], seeds: list[int], epochs: int, precision: str
+) -> str:
     """The results page."""
     lines = [
         "# The same model as open_clip's trainer",
@@ -181,7 +184,7 @@ def page(found: dict[str, Any], values: dict[str, dict[str, list[float]]], seeds
         "    python -m bench.parity --data /path/to/flickr8k",
         "",
         f"Run on {machine()} ({time.strftime('%Y-%m-%d')}). `{MODEL}`, {found['samples']:,} photographs of Flickr8k with their "
-        f"first captions, batch {BATCH}, {epochs} epochs of {found['per_epoch']} steps, bf16, seeds "
+        f"first captions, batch {BATCH}, {epochs} epochs of {found['per_epoch']} steps, {precision}, seeds "
         f"{' and '.join(map(str, seeds))}; method in [bench/parity.py](../../bench/parity.py).",
         "",
         "![loss and retrieval of both](parity.svg)",
@@ -252,12 +255,17 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("work-parity"), help="where shards and runs go")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument(
+        "--precision", choices=tuple(THEIR_NAMES), default="bf16", help="of the matrix products of both"
+    )
     parser.add_argument("--port", type=int, default=8809, help="port of the local web server")
     parser.add_argument("--json", action="store_true", help="print the claims as JSON")
     options = parser.parse_args()
-    found = measure(options.data, options.work.resolve(), options.seeds, options.epochs, options.port)
+    found = measure(
+        options.data, options.work.resolve(), options.seeds, options.epochs, options.precision, options.port
+    )
     values = compared(found, options.epochs)
-    PAGE.write_text(page(found, values, options.seeds, options.epochs), encoding="utf-8")
+    PAGE.write_text(page(found, values, options.seeds, options.epochs, options.precision), encoding="utf-8")
     PAGE.with_suffix(".svg").write_text(drawn(found, options.epochs))
     claims = []
     for name, both in values.items():

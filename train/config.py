@@ -7,6 +7,8 @@ from typing import Literal
 
 from core.config import StageConfig, UnitsConfig, setting
 
+Precision = Literal["auto", "bf16", "fp16", "fp32"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(StageConfig):
@@ -57,8 +59,9 @@ class TrainConfig(StageConfig):
     0.999 suits some thousands of steps, 0.9999 more."""
     lock_image: bool = setting(False)
     """Train the text tower only, on the image tower that `init` brings (LiT)."""
-    precision: Literal["bf16", "fp16", "fp32"] = setting("bf16")
-    """Type of the matrix products; parameters and the loss stay in fp32 either way. fp16 is for GPUs without bf16."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = setting("auto")
+    """Type of the matrix products; parameters and the loss stay in fp32 either way. `auto` takes bf16 where the device
+    multiplies it, else fp16 on GPUs and fp32 on CPUs; a run keeps what it began with."""
     loss: Literal["clip", "siglip"] = setting("clip")
     """Symmetric softmax over the global batch, or SigLIP's pairwise sigmoid."""
     seed: int = setting(0)
@@ -125,8 +128,8 @@ class EvalConfig(StageConfig):
     zero_shot: str = setting("")
     """Folder of class folders with pictures; a folder's name is its class (underscores read as spaces). A file
     templates.txt beside them replaces the general caption templates: one a line, `{}` where the class name goes."""
-    precision: Literal["bf16", "fp32"] = setting("bf16")
-    """Type of the matrix products."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = setting("auto")
+    """Type of the matrix products, as in `train`."""
     device: Literal["auto", "cpu", "cuda"] = setting("auto")
     """Where to run; `auto` takes a GPU where there is one."""
 
@@ -143,8 +146,8 @@ class ScoreConfig(UnitsConfig):
     newest checkpoint of WORK/runs/main."""
     model: str = setting("")
     """Shape of the towers, needed only for bare weight files, which do not name theirs."""
-    precision: Literal["bf16", "fp32"] = setting("bf16")
-    """Type of the matrix products."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = setting("auto")
+    """Type of the matrix products, as in `train`."""
     device: Literal["auto", "cpu", "cuda"] = setting("auto", stable=False)
     """Where to run; `auto` takes a GPU where there is one."""
 
@@ -219,13 +222,7 @@ class PlanConfig(StageConfig):
     price: float = setting(0.0)
     """What a GPU costs an hour, in any currency; gives the cost of the run."""
     batch_size: int = setting(32768)
-    """Pairs a step over all GPUs."""
-    micro_batch: int = setting(0)
-    """Pairs a GPU holds with activations at a time; 0 holds its whole share of the batch."""
-    text_len: float = setting(77.0)
-    """Mean number of text positions computed: 77 with padding, about 16 to 20 when captions are trimmed."""
-    checkpointing: bool = setting(False)
-    """Recompute activations in the backward pass."""
+    """Pairs a step over all GPUs. How many of them a GPU holds at a time is part of the answer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

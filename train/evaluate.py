@@ -32,7 +32,7 @@ from core.storage import Folder
 from shardkit.reader import Sample, ShardSet
 from train.config import EvalConfig
 from train.data import STARVED_S, Batch, Preparer, make_decoder, middle_of
-from train.distributed import World, choose_device, gather_rows
+from train.distributed import World, choose_device, choose_precision, gather_rows
 from train.export import load_weights, run_folder
 from train.models import ModelConfig
 from train.tokenizer import Tokenizer
@@ -437,7 +437,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         raise ConfigError("there is nothing to measure on: name shards with --val or class folders with --zero-shot")
     device = choose_device(config.device, 0)
     Folder(home).make()  # before the work, and not after it
-    model = CLIP(weights.shape, config.precision, logit_bias="logit_bias" in weights.state)
+    model = CLIP(weights.shape, choose_precision(config.precision, device), logit_bias="logit_bias" in weights.state)
     weights.into(model)
     model.to(device)
     with _preparer(weights.shape, device) as preparer:

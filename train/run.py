@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core import errors
 from core.config import build, plain
@@ -31,11 +31,25 @@ from core.storage import Folder
 from core.work import locked, package_version
 from train import checkpoint
 from train.boards import check_boards
-from train.config import TrainConfig
-from train.distributed import Ended, World, barrier, choose_device, launch_ranks, launched, ranks_from_env, world
+from train.config import Precision, TrainConfig
+from train.distributed import (
+    Ended,
+    World,
+    barrier,
+    choose_device,
+    choose_precision,
+    gather_objects,
+    launch_ranks,
+    launched,
+    ranks_from_env,
+    world,
+)
 from train.evaluate import val_folder
 from train.export import run_folder
 from train.models import model_config
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("pairmill.train")
 
@@ -142,6 +156,8 @@ def _join(config: TrainConfig, home: Path) -> dict[str, Any]:
     started = time.perf_counter()
     with world(config.device) as ranks:
         check_share(config, ranks.size)
+        # rank 0's word goes for all: hosts may differ
+        config = gather_objects(_with_precision(config, home, ranks.device))[0]
         with _lost_contact(ranks), _prepared(config, home, ranks):
             barrier()
             finished = read_done(home)
@@ -154,6 +170,13 @@ def _join(config: TrainConfig, home: Path) -> dict[str, Any]:
                 Folder(home).write(DONE, json.dumps(summary, indent=1).encode())
             barrier()
         return summary
+
+
+def _with_precision(config: TrainConfig, home: Path, device: torch.device) -> TrainConfig:
+    """The settings with `auto` replaced by what the run began with, else by what suits the device."""
+    begun = {} if config.fresh or config.precision != "auto" else _recorded(Folder(home), "settings")
+    precision: Precision = begun.get("precision") or choose_precision(config.precision, device)
+    return dataclasses.replace(config, precision=precision)
 
 
 @contextlib.contextmanager
@@ -284,6 +307,7 @@ def _launch(config: TrainConfig, home: Path, ranks: int) -> dict[str, Any]:
     from shardkit.reader import ShardSet
     from train.data import Plan
 
+    config = _with_precision(config, home, choose_device(config.device, 0))
     with _locked(home):
         _prepare(config, home)
     finished = read_done(home)

@@ -35,7 +35,7 @@ from core.work import fingerprint, fingerprint_of, open_stage
 from shardkit.reader import Sample
 from train.config import ScoreConfig
 from train.data import Preparer, make_decoder
-from train.distributed import choose_device
+from train.distributed import choose_device, choose_precision
 from train.evaluate import EVAL_BATCH, embed_images, embed_texts
 from train.export import Weights, load_weights, run_folder
 from train.tokenizer import Tokenizer
@@ -66,6 +66,8 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         WorkFolderError: the folder holds the scores of another checkpoint (`--fresh` replaces them).
     """
     start = time.monotonic()
+    # one type on every node of a cluster, and recorded as what it was
+    config = dataclasses.replace(config, precision=choose_precision(config.precision, choose_device(config.device, 0)))
     folder = Folder(config.work)
     parts = folder.list(f"{PARTS}/*.parquet")
     if not parts:

@@ -13,11 +13,23 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from core.errors import ConfigError, HardwareError
 from tests.train.ranks import Ranks
 from train import checkpoint
-from train.distributed import World, choose_device, is_sharded, launch_ranks, mean, ranks_from_env, world, wrap
+from train.distributed import (
+    World,
+    choose_device,
+    choose_precision,
+    cpu_flags,
+    is_sharded,
+    launch_ranks,
+    mean,
+    ranks_from_env,
+    world,
+    wrap,
+)
 from train.gradcache import gradcache_step
 from train.guard import clip_by_tower, total_norm
 from train.loss import clip_loss
@@ -127,6 +139,30 @@ def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     with world("cpu") as alone:
         assert (alone.rank, alone.size, alone.main) == (0, 1, True)
         assert mean({"x": 3.0}, alone) == {"x": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen"),
+    [
+        ({"avx512_bf16"}, "bf16"),
+        ({"amx_bf16"}, "bf16"),
+        ({"svebf16"}, "bf16"),
+        ({"avx512f", "avx2"}, "fp32"),
+        (set(), "fp32"),
+    ],
+)
+def test_bf16_is_chosen_where_the_cpu_multiplies_it(
+    flags: set[str], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.distributed.cpu_flags", lambda: flags)
+    assert choose_precision("auto", torch.device("cpu")) == chosen
+    assert choose_precision("fp16", torch.device("cpu")) == "fp16"
+
+
+def test_the_flags_of_this_cpu_are_those_that_torch_sees() -> None:
+    flags, able = cpu_flags(), torch.cpu.get_capabilities()
+    assert {name for name in ("avx2", "amx_bf16", "avx512_bf16") if able.get(name)} <= flags
+    assert bool(able.get("avx512_bf16")) == ("avx512_bf16" in flags)
 
 
 def test_ranks_come_from_torchrun_or_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
