@@ -2,7 +2,7 @@
 
 Two sources: the metrics of a run, which say what happened on every rank, and short trials (`train.trials`), which say
 what each part could do alone. `judge.judge` turns them into a verdict; "not input-bound: stop tuning the loader" is one.
-`--apply` tries a fix and measures what it gains (`train.remedies`).
+`--apply` tries a fix and measures what it gains (`train.remedies`); one that cannot be tried here is skipped, and said.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ COMM = "of which in collectives"
 def run(config: DiagnoseConfig) -> dict[str, Any]:
     """Diagnose a run, or shards and a model without one.
 
-    Returns verdict, cause, says, confidence, wait_share, ceiling_gain, losses, split, stages, ranks, data, fixes, measured
-    (the evidence), applied (with `--apply`) and exit_code (3 where the wait share is above `--budget`).
+    Returns verdict, cause, says, confidence, wait_share, ceiling_gain, losses, split, stages, ranks, gpu (as in a row of
+    metrics.jsonl), data, fixes, measured (the evidence), applied (with `--apply`) and exit_code (3 where the wait share is
+    above `--budget`).
 
     Raises:
-        ConfigError: settings that cannot be, or a fix that cannot be tried.
+        ConfigError: settings that cannot be.
         InputError: neither a run with metrics nor shards to try.
     """
     _check(config)
@@ -60,13 +61,13 @@ def run(config: DiagnoseConfig) -> dict[str, Any]:
     observed = _observed(rows) if rows else None
     quarantined = _count_lines(folder, f"runs/{config.name}/quarantine.jsonl")
     bench = _bench(config, settings, rows) if tried else None
-    evidence, both = _try(bench, config.seconds, settings.precision) if bench else (observed, None)
+    evidence, both = _try(bench, config.seconds) if bench else (observed, None)
     assert evidence is not None
     evidence = dataclasses.replace(evidence, remote="://" in str(shards), quarantined=quarantined)
     if observed is not None:
         evidence = dataclasses.replace(
             evidence, run_wait_share=observed.wait_share, straggler=observed.straggler, comm_share=observed.comm_share,
-            common_wait=observed.common_wait,
+            common_wait=observed.common_wait, busy=observed.busy,
         )  # fmt: skip
     found = judge(evidence)
     if bench:
@@ -77,6 +78,7 @@ def run(config: DiagnoseConfig) -> dict[str, Any]:
         "split": _trial_split(both) if both else _split(rows),
         "stages": _stages(evidence, both, found["verdict"]),
         "ranks": _ranks(rows),
+        "gpu": both.gpu if both else rows[-1].get("gpu"),
         "data": {"progressive": evidence.progressive, "oversize": evidence.oversize, "quarantined": quarantined},
         "measured": {key: value for key, value in dataclasses.asdict(evidence).items() if value is not None},
         "applied": _apply(config, found["fixes"], bench, evidence) if config.apply else None,
@@ -88,26 +90,42 @@ def run(config: DiagnoseConfig) -> dict[str, Any]:
 def _check(config: DiagnoseConfig) -> None:
     if not 0 <= config.seconds < math.inf or not 0 <= config.budget < 1:
         raise ConfigError("expected --seconds of 0 or more and a --budget between 0 and 1, as 0.1 for 10 %")
-    if config.batch_size < 0 or config.threads < 0 or config.apply < 0:
-        raise ConfigError("expected --batch-size, --threads and --apply of 0 or more")
+    if config.batch_size < 0 or config.apply < 0:
+        raise ConfigError("expected --batch-size and --apply of 0 or more")
+    if config.apply and not config.seconds:
+        raise ConfigError("--apply measures, so it needs the trials: give --seconds above 0")
 
 
 def _apply(
     config: DiagnoseConfig, fixes: list[dict[str, Any]], bench: Bench | None, before: Evidence
 ) -> dict[str, Any]:
-    """Try fix number `--apply` and measure it: {fix, predicted_gain, measured_gain, rate}."""
-    if config.apply > len(fixes):
-        raise ConfigError(f"expected --apply of at most {len(fixes)}, the number of fixes found, found {config.apply}")
-    fix = fixes[config.apply - 1]
-    if not fix["apply"] or bench is None:
-        why = "needs the trials (--seconds above 0)" if fix["apply"] else "is nothing that can be tried from here"
-        raise ConfigError(f"fix {config.apply} ({fix['fix']}) {why}; leave --apply out to read the diagnosis")
+    """Try fix number `--apply`, or the first that can be tried, and measure it.
+
+    Returns {fix, number, predicted_gain, measured_gain, rate, note}: null where nothing could be tried, and why in `note`.
+    """
+    wanted = config.apply
+    able = [number for number, fix in enumerate(fixes, 1) if fix["apply"] and bench is not None]
+    number = wanted if wanted in able or not able else able[0]
+    nothing = dict.fromkeys(("fix", "number", "predicted_gain", "measured_gain", "rate"))
+    note = ""
+    if wanted > len(fixes):
+        note = f"There is no fix {wanted}."
+    elif wanted not in able:
+        note = f"Fix {wanted} ({fixes[wanted - 1]['fix']}) cannot be tried from here."
+    if bench is None or not able:
+        return {**nothing, "note": f"{note} Nothing was tried."}
     from train import remedies
 
-    log.info("diagnose: trying fix %d: %s", config.apply, fix["fix"])
-    after = remedies.measure(fix["apply"], bench, config.seconds)
-    gain = after.rate / before.rate - 1
-    return {"fix": fix["fix"], "predicted_gain": fix["predicted_gain"], "measured_gain": gain, "rate": after.rate}
+    fix = fixes[number - 1]
+    log.info("diagnose: trying fix %d: %s", number, fix["fix"])
+    try:
+        after = remedies.measure(fix["apply"], bench, config.seconds)
+    except InputError as error:
+        return {**nothing, "note": f"{note} Fix {number} could not be tried: {error}.".strip()}
+    return {
+        "fix": fix["fix"], "number": number, "predicted_gain": fix["predicted_gain"],
+        "measured_gain": after.rate / before.rate - 1, "rate": after.rate, "note": note or None,
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------- the run's metrics
@@ -142,10 +160,9 @@ def _settings(config: DiagnoseConfig, recorded: dict[str, Any]) -> TrainConfig:
     """The run's settings with what the command names in their place."""
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     values = {key: value for key, value in recorded.items() if key in known}
-    values |= {"work": config.work, "device": config.device, "fresh": False}
-    for key in ("shards", "model", "precision", "decode", "threads"):
-        if given := getattr(config, key):
-            values[key] = (given,) if key == "shards" else given
+    values |= {"work": config.work, "device": "auto", "fresh": False}  # the run may have been another machine's
+    values |= {"shards": (config.shards,)} if config.shards else {}
+    values |= {"model": config.model} if config.model else {}
     return TrainConfig(**values)
 
 
@@ -157,6 +174,7 @@ def _observed(rows: list[dict[str, Any]]) -> Evidence:
     decoding = mean("reader") + mean("decode_busy") or 1e-9
     rates = [row["pairs_per_s"] for row in rows if row.get("pairs_per_s")]
     several = rows[-1].get("ranks", 1) > 1 and "comm" in rows[-1]["waits"]
+    busy = [row["gpu"]["busy"]["mean"] for row in rows if "busy" in (row.get("gpu") or {})]
     return Evidence(
         wait_share=mean("decode") / step,
         h2d_share=mean("h2d") / step,
@@ -166,6 +184,8 @@ def _observed(rows: list[dict[str, Any]]) -> Evidence:
         comm_share=mean("comm", "min") / step if several else None,
         common_wait=mean("decode", "min") / step if several else None,
         straggler=_straggler(rows, step) if several else None,
+        busy=sum(busy) / len(busy) if busy else None,
+        gpu=bool(busy),
         cores=cores(),
         threads=cores(),
     )
@@ -207,11 +227,14 @@ def _split(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def _ranks(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds that the ranks wait for their data in a step, of the latest row."""
+    """Seconds that the ranks wait for their data in a step, of the latest row, and the share of rows in which the rank that
+    waits longest is this one."""
     if not rows:
         return {}
     wait = rows[-1]["waits"]["decode"]
-    return {"ranks": rows[-1].get("ranks", 1), **{key: wait[key] for key in ("min", "mean", "max", "slowest_rank")}}
+    same = sum(row["waits"]["decode"]["slowest_rank"] == wait["slowest_rank"] for row in rows) / len(rows)
+    found = {key: wait[key] for key in ("min", "mean", "max", "slowest_rank")}
+    return {"ranks": rows[-1].get("ranks", 1), **found, "same": same}
 
 
 def _count_lines(folder: Folder, name: str) -> int:
@@ -223,16 +246,20 @@ def _count_lines(folder: Folder, name: str) -> int:
 
 def _bench(config: DiagnoseConfig, settings: TrainConfig, rows: list[dict[str, Any]]) -> Bench:
     """The run's own parts, for one rank's share of the batch."""
-    from train.distributed import choose_device
+    from train.distributed import choose_device, choose_precision
     from train.trials import Bench
 
     ranks = max(1, int(rows[-1].get("ranks", 1)) if rows else 1)
     batch = config.batch_size or max(1, settings.batch_size // ranks)
-    return Bench(settings, batch, ranks, choose_device(config.device, 0))
+    device = choose_device(settings.device, 0)
+    settings = dataclasses.replace(settings, precision=choose_precision(settings.precision, device))
+    return Bench(settings, batch, ranks, device)
 
 
-def _try(bench: Bench, seconds: float, precision: str) -> tuple[Evidence, Trial]:
+def _try(bench: Bench, seconds: float) -> tuple[Evidence, Trial]:
     """All trials; what they say, and the one of the whole loop."""
+    from train.distributed import choose_precision
+
     log.info("diagnose: %s, batches of %d, about %.0f s", bench.config.model, bench.batch_size, 6 * seconds)
     read = bench.read(seconds / 2)
     loaded, held = bench.load(seconds)
@@ -259,7 +286,8 @@ def _try(bench: Bench, seconds: float, precision: str) -> tuple[Evidence, Trial]
         cores=cores(),
         oversize=oversize,
         progressive=bench.pictures.progressive,
-        precision=precision,
+        precision=bench.config.precision,
+        native=choose_precision("auto", bench.device),
     )
     return evidence, both
 
@@ -355,11 +383,13 @@ def _todo(summary: dict[str, Any]) -> list[RenderableType]:
         gain = fix["predicted_gain"]
         lines.append(Text(f" {i}. {fix['fix']}").append(f"  (+{gain:.0%} predicted)" if gain else "", style="green"))
     if applied := summary["applied"]:
-        predicted = applied["predicted_gain"]
-        words = f"Tried: {applied['fix']}: {applied['measured_gain']:+.0%} measured"
-        words += f", {predicted:+.0%} predicted" if predicted is not None else ""
-        lines += [Text(""), Text(words, style="bold green" if applied["measured_gain"] > 0 else "bold yellow")]
-    elif summary["fixes"][0]["apply"] and summary["verdict"] in (*INPUT_VERDICTS, "overhead_bound"):
+        lines += [Text(""), *([Text(applied["note"], style="yellow")] if applied["note"] else [])]
+        if applied["fix"]:
+            predicted, measured = applied["predicted_gain"], applied["measured_gain"]
+            words = f"Tried {applied['number']}. {applied['fix']}: {measured:+.0%} measured"
+            words += f", {predicted:+.0%} predicted" if predicted is not None else ""
+            lines.append(Text(words, style="bold green" if measured > 0 else "bold yellow"))
+    elif summary["fixes"][0]["apply"]:
         lines.append(Text(" `pairmill diagnose --apply 1` tries the first one on a copy and measures it.", style="dim"))
     return lines
 
@@ -367,11 +397,16 @@ def _todo(summary: dict[str, Any]) -> list[RenderableType]:
 def _facts(summary: dict[str, Any]) -> list[RenderableType]:
     from rich.text import Text
 
+    from train import card
+
     ranks, data, said = summary["ranks"], summary["data"], []
     if ranks.get("ranks", 1) > 1:
         said.append(
-            f"{ranks['ranks']} ranks wait {ranks['min']:.3f} to {ranks['max']:.3f} s a step, rank {ranks['slowest_rank']} longest"
+            f"{ranks['ranks']} ranks wait {ranks['min']:.3f} to {ranks['max']:.3f} s a step; rank {ranks['slowest_rank']} longest, "
+            f"as in {ranks['same']:.0%} of the intervals"
         )
+    if summary["gpu"]:
+        said.append(card.words(summary["gpu"]))
     if data["quarantined"]:
         said.append(f"{data['quarantined']} unreadable pictures in quarantine.jsonl")
     if data["progressive"]:

@@ -185,7 +185,7 @@ def matrix_products(seconds: float) -> Check:
     if device.type == "cuda":
         return _against_peak(torch.cuda.get_device_name(0), bf16, found)
     if bf16 < fp32:
-        return Check("matrix products", "slow", found, "bf16 does not pay on this CPU: train with --precision fp32")
+        return Check("matrix products", "slow", found, "bf16 does not pay on this CPU; training takes fp32 by itself")
     return Check("matrix products", "ok", found)
 
 
