@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dedup.bands import crowded
+from dedup.bands import ascending, crowded
+from dedup.match import Edges
 
 I64 = npt.NDArray[np.int64]
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd, so that a product tells apart what its factor does
@@ -35,6 +36,26 @@ def components(n: int, a: I64, b: I64) -> I64:
     _, label = connected_components(graph, directed=False)
     result[rows] = rows[smallest_of(label.astype(np.int64))]
     return result
+
+
+def strongest_forest(edges: Edges) -> Edges:
+    """At most an edge a row, which join at every similarity what `edges` join there; in the order of `edges`.
+
+    The maximum spanning forest; of equally similar edges the earlier ones.
+    """
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import minimum_spanning_tree
+
+    if not len(edges.a):
+        return edges
+    rows = ascending(np.concatenate((edges.a, edges.b)).astype(np.uint64))
+    ends = tuple(np.searchsorted(rows, end.astype(np.uint64)) for end in (edges.a, edges.b))
+    order = np.argsort(-edges.similarity, kind="stable")
+    place = np.empty(len(order))
+    place[order] = np.arange(1, len(order) + 1)  # all different, so that the forest is one and the same everywhere
+    forest = minimum_spanning_tree(coo_array((place, ends), shape=(len(rows), len(rows))).tocsr())
+    kept = np.sort(order[forest.data.astype(np.int64) - 1])
+    return Edges(edges.a[kept], edges.b[kept], edges.similarity[kept])
 
 
 def smallest_of(label: I64) -> I64:

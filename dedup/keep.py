@@ -30,16 +30,14 @@ from dedup.config import DedupConfig
 from dedup.evidence import Likeness, Pairs, image_groups
 from dedup.publish import CLUSTERS, DECISIONS, publish
 from dedup.sign import digests_of, sign, units_of, unsigned
-from dedup.store import Store
+from dedup.store import Store, forget
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
 
     import duckdb
     from rich.console import RenderableType
 
     from dedup.filters import Verdicts
-    from dedup.tokens import Sets
 
 log = logging.getLogger("pairmill.dedup")
 I64 = npt.NDArray[np.int64]
@@ -138,12 +136,14 @@ def _judged(folder: Folder, config: DedupConfig, sources: list[evalsets.Source])
             verdicts = None if config.captions else filters.judge(connection, config)
             sign(folder, parts, units, digests=digests, **at)
             sets = [evalsets.read(folder, source, **at) for source in sources]
-            return _Decider(Store(folder, _digest(digests), connection), parts, config).run(verdicts, sets)
+            return _Decider(Store(folder, _digest(digests), connection, **at), parts, config).run(verdicts, sets)
     except duckdb.OutOfMemoryException as error:
         raise HardwareError(
             f"DuckDB needs more than the {_duckdb_gb():.3g} GB of memory that it may have here; lower --workers, or take a "
             "machine with more"
         ) from error
+    finally:
+        forget()
 
 
 def _duckdb_gb() -> float:
@@ -191,7 +191,7 @@ class _Decider:
         read = int(copies.sum())
         verdicts = None if verdicts is None else verdicts.take(np.cumsum(copies) - copies)
         sets = functools.cache(lambda: self.store.sets(int(pairs.set_number.max(initial=-1)) + 1))
-        groups, measured = self._groups(pairs, sets)
+        groups, measured = self._groups(pairs)
         likeness = Likeness(pairs, sets)
         holdout = np.zeros(len(pairs), bool) if verdicts is None or verdicts.holdout is None else verdicts.holdout
         matches = [against.match(pairs, sets(), items, self.config) for items in evaluated]
@@ -221,12 +221,12 @@ class _Decider:
             "boilerplate": empty,
         }
 
-    def _groups(self, pairs: Pairs, sets: Callable[[], Sets]) -> tuple[policy.Groups, dict[str, Any]]:
+    def _groups(self, pairs: Pairs) -> tuple[policy.Groups, dict[str, Any]]:
         """Who is the same as whom, for all fetched pairs; and what an exact oracle says of a sample of that."""
         config = self.config
         pictures = self.store.image_edges(pairs).at_least(1 - config.image_bits / 256)
         image = components(len(pairs), *image_groups(pairs, pictures))
-        found = self.store.caption_edges(sets, config.threshold, config.minhash)
+        found = self.store.caption_edges(pairs, config.threshold, config.minhash)
         similar, sample = (edges.at_least(config.threshold) for edges in found)
         of_set = components(int(pairs.set_number.max(initial=-1)) + 1, similar.a, similar.b)
         caption, worded = np.arange(len(pairs)), np.flatnonzero(pairs.set_number >= 0)

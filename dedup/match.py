@@ -36,22 +36,22 @@ class Edges:
         return Edges(self.a[wanted], self.b[wanted], self.similarity[wanted])
 
 
-def caption_edges(sets: Sets, threshold: float, by: str) -> Edges:
-    """Edges between token sets whose Jaccard similarity is at least the lower end of `threshold`'s range.
+def caption_candidates(sets: Sets, threshold: float, by: str, numbers: range, share: bands.Share = bands.WHOLE) -> U64:
+    """Pairs of token sets that these bands bring together and that may be as alike as the lower end of `threshold`'s range.
 
     Args:
         by: who computes the bands' keys (minhash.band_keys).
+        share: of each band's keys.
     """
     floor, rows = bands.rows_for(threshold)
     full = np.flatnonzero(sets.sizes)
     found = np.zeros(0, np.uint64)
-    for number, keys in enumerate(minhash.band_keys(sets, full, rows, by)):
-        crowd, shared = bands.buckets(keys)
+    for number, keys in zip(numbers, minhash.band_keys(sets, full, rows, by, numbers), strict=True):
+        crowd, shared = bands.buckets(keys, share)
         more = [(number * rows + rows + k) % minhash.PERMUTATIONS for k in (0, 1)]
         pairs = bands.candidates(full[crowd], shared, functools.partial(_nearness, sets, more))
         found = bands.merged(found, of_like_size(pairs, sets.sizes, floor))
-    a, b = bands.unpair(found)
-    return Edges(a, b, jaccard(sets, a, b)).at_least(floor)
+    return found
 
 
 def _nearness(sets: Sets, permutations: Sequence[int], which: I64) -> U64:

@@ -26,20 +26,24 @@ I64 = npt.NDArray[np.int64]
 _MULTIPLIERS = np.random.default_rng(SEED).integers(0, 2**32, PERMUTATIONS, np.uint32) | np.uint32(1)
 
 
-def band_keys(sets: Sets, which_N: I64, rows: int, by: str = "numpy") -> U32:
+def band_keys(sets: Sets, which_N: I64, rows: int, by: str = "numpy", numbers: range | None = None) -> U32:
     """Keys [B, N] of the sets numbered `which_N` (none of them empty): equal where `rows` values in a row are equal.
 
     Args:
+        numbers: of the bands; all of them where it is left out.
         by: `numpy`, or `datasketch`, whose permutations are others and ten times as slow.
     """
-    keys_BN = np.zeros((PERMUTATIONS // rows, len(which_N)), np.uint32)
+    numbers = numbers or range(PERMUTATIONS // rows)
+    keys_BN = np.zeros((len(numbers), len(which_N)), np.uint32)
     if by == "datasketch":
-        for k, values_N in enumerate(with_datasketch(sets, which_N)):
+        values_KN = with_datasketch(sets, which_N)[numbers.start * rows : numbers.stop * rows]
+        for k, values_N in enumerate(values_KN):
             keys_BN[k // rows] = _folded(keys_BN[k // rows], values_N)
         return keys_BN
+    multipliers_Br = _MULTIPLIERS.reshape(-1, rows)[numbers.start : numbers.stop]
     for rows_n, words_Wn in _tables(sets, which_N):
         values_Wn, smallest_n = np.empty_like(words_Wn), np.empty(len(rows_n), np.uint32)
-        for key_N, multipliers in zip(keys_BN, _MULTIPLIERS.reshape(-1, rows), strict=True):
+        for key_N, multipliers in zip(keys_BN, multipliers_Br, strict=True):
             key_n = np.zeros(len(rows_n), np.uint32)
             for multiplier in multipliers:
                 np.multiply(words_Wn, multiplier, out=values_Wn)

@@ -5,6 +5,7 @@ H distinct hashes, each as 32 bytes, with its mirrored twin.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -15,7 +16,9 @@ from dedup import bands
 from dedup.match import Edges
 
 U8 = npt.NDArray[np.uint8]
+U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
+F32 = npt.NDArray[np.float32]
 
 BANDS = 24
 SEED = 256
@@ -31,7 +34,13 @@ def usable(hashes_H: U8) -> npt.NDArray[np.bool_]:
 
 
 def image_edges(hashes_H: U8, mirrored_H: U8, most_bits: int) -> Edges:
-    """Edges between hashes [H, 32] at most `most_bits` apart, directly or mirrored; similarity is 1 - bits / 256.
+    """Edges between hashes [H, 32] at most `most_bits` apart, directly or mirrored; similarity is 1 - bits / 256."""
+    a, b = bands.unpair(candidates(hashes_H, mirrored_H, range(BANDS)))
+    return Edges(a, b, similarity(hashes_H, mirrored_H, a, b)).at_least(1 - most_bits / 256)
+
+
+def candidates(hashes_H: U8, mirrored_H: U8, numbers: range, share: bands.Share = bands.WHOLE) -> U64:
+    """Pairs of hashes that these bands bring together, directly or mirrored.
 
     The bands are the narrower the fewer hashes there are, so that a small set is searched nearly completely; the width
     keeps chance company in a bucket rare.
@@ -41,17 +50,25 @@ def image_edges(hashes_H: U8, mirrored_H: U8, most_bits: int) -> Edges:
     both_N = np.concatenate((hashes_H, mirrored_H))
     names_N = np.arange(2 * count) % count if count else np.zeros(0, np.int64)
     found = np.zeros(0, np.uint64)
-    following = band_keys(both_N, 0, width)
-    for band in range(BANDS if count > 1 else 0):
-        keys_N, following = following, band_keys(both_N, (band + 1) % BANDS, width)
-        rows, keys = bands.buckets(((keys_N * _SPREAD) >> np.uint64(32)).astype(np.uint32))
-        found = bands.merged(found, bands.candidates(rows, keys, following.__getitem__, names_N))
-    a, b = bands.unpair(found)
-    similarity = (1 - distances(hashes_H, mirrored_H, a, b) / 256).astype(np.float32)
-    return Edges(a, b, similarity).at_least(1 - most_bits / 256)
+    for band in numbers:
+        keys_N = ((band_keys(both_N, band, width) * _SPREAD) >> np.uint64(32)).astype(np.uint32)
+        rows, keys = bands.buckets(keys_N, share)
+        nearness = functools.partial(_nearness, both_N, (band + 1) % BANDS, width)
+        found = bands.merged(found, bands.candidates(rows, keys, nearness, names_N))
+    return found
 
 
-def band_keys(hashes_N: U8, band: int, width: int) -> npt.NDArray[np.uint64]:
+def _nearness(both_N: U8, band: int, width: int, rows: I64) -> U64:
+    """What else hashes of one bucket agree in, to sort by: the key of the next band."""
+    return band_keys(both_N[rows], band, width)
+
+
+def similarity(hashes_H: U8, mirrored_H: U8, a: I64, b: I64) -> F32:
+    """Of the hashes numbered a[i] and b[i]: 1 - bits / 256."""
+    return (1 - distances(hashes_H, mirrored_H, a, b) / 256).astype(np.float32)
+
+
+def band_keys(hashes_N: U8, band: int, width: int) -> U64:
     """One key a hash from `width` sampled bits; which ones depends on the band only."""
     low = (np.arange(LOW)[:, None] * BITS_SIDE + np.arange(LOW)).ravel()
     chosen = np.random.default_rng((SEED, band)).permutation(low)[:width]

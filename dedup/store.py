@@ -5,6 +5,7 @@ Each file carries the digest of the signatures it was made from, and is made ane
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ import pyarrow.parquet as pq
 
 from core.catalog import PAIRS
 from core.storage import Folder
-from dedup import match, oracle, phash
-from dedup.bands import rows_for
+from dedup import edges, match, minhash, oracle, phash
+from dedup.bands import Share, rows_for
 from dedup.config import MOST_BITS
 from dedup.evidence import Hashes, Pairs, bytes_of
 from dedup.match import Edges
@@ -33,6 +34,7 @@ log = logging.getLogger("pairmill.dedup")
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
+F32 = npt.NDArray[np.float32]
 _MARK = b"pairmill.made_from"
 HASHES, NUMBERS = "dedup/edges/hashes.parquet", "dedup/edges/set_numbers.parquet"
 KEYS = ("caption_key", "url_key", "bytes_key")  # what only comparisons with other data need
@@ -41,11 +43,17 @@ _NUMBERED_FROM = (*KEYS, "set_key", "words", "pixels", "image_hash", "image_hash
 
 @dataclass(frozen=True)
 class Store:
-    """The files of `folder` that belong to the signatures which `of` tells from any others."""
+    """The files of `folder` that belong to the signatures which `of` tells from any others.
+
+    Args:
+        workers, engine: of what is compared in units.
+    """
 
     folder: Folder
     of: str
     connect: Callable[[], duckdb.DuckDBPyConnection]
+    workers: int
+    engine: str
 
     def pairs(self, *, keys: bool) -> Pairs:
         """All pairs in order of uid, each uid once: a row of the list that repeats another's uid says nothing new, and the
@@ -60,7 +68,7 @@ class Store:
             pa.default_memory_pool().release_unused()  # what it was made from is twice as large, and edges need the room
         for name in KEYS if keys else ():
             table = table.append_column(name, _at(self._signed(name), table["signed_row"].to_numpy()))
-        return Pairs(table, self._hashes)
+        return Pairs(table, lambda: _hashes(self.folder.url, self.of))
 
     def _number(self) -> pa.Table:
         """Find the order of pairs, and number their keys, word sets and hashes."""
@@ -107,11 +115,6 @@ class Store:
                 chunks += file.read(columns=[name], use_threads=False)[name].chunks
         return pa.chunked_array(chunks, SIGNATURES.field(name).type)
 
-    def _hashes(self) -> Hashes:
-        table = self._marked(HASHES)
-        assert table is not None
-        return bytes_of(table["image_hash"]), bytes_of(table["image_hash_mirrored"])
-
     # ---- word sets -----------------------------------------------------------------------------------------------------
 
     def _set_numbers(self, keys: U64) -> pa.Array:
@@ -127,36 +130,31 @@ class Store:
 
     def sets(self, count: int) -> Sets:
         """The first `count` word sets by set number; one of fewer than five words is not stored and is empty."""
-        table = self._marked(NUMBERS)
-        assert table is not None
-        numbers = table["number"].to_numpy()
-        starts, sizes = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        flats: list[U32] = []
-        row = length = 0
-        for part in stored_sets(self.folder):
-            _, tokens, offsets = unpacked(part)
-            number = numbers[row : row + part.num_rows]
-            use = slice(None) if number.min(initial=0) >= 0 else np.flatnonzero(number >= 0)
-            starts[number[use]] = offsets[:-1][use] + length
-            sizes[number[use]] = np.diff(offsets)[use]
-            row, length = row + part.num_rows, length + len(tokens)
-            flats.append(tokens)
-        return Sets(
-            flats[0] if len(flats) == 1 and length else np.concatenate([*flats, np.zeros(1, np.uint32)]), starts, sizes
-        )
+        return _sets(self.folder.url, self.of, count)
 
     # ---- edges ---------------------------------------------------------------------------------------------------------
 
-    def caption_edges(self, sets: Callable[[], Sets], threshold: float, by: str) -> tuple[Edges, Edges]:
+    def caption_edges(self, pairs: Pairs, threshold: float, by: str) -> tuple[Edges, Edges]:
         """Verified edges that serve `threshold`, between set numbers, and those that the oracle finds around a sample."""
         floor, rows = rows_for(threshold)
-        return self._edges(f"captions-{rows}", by, lambda: match.caption_edges(sets(), threshold, by)), self._edges(
-            f"sample-{rows}", "", lambda: oracle.near(sets(), oracle.sample(sets().sizes), floor)
+        count = int(pairs.set_number.max(initial=-1)) + 1
+        words = _Captions(self.folder.url, self.of, count, floor, minhash.PERMUTATIONS // rows, by)
+        return self._matched(f"captions-{rows}", by, words), self._edges(
+            f"sample-{rows}", "", lambda: _sampled(self.sets(count), floor)
         )
 
     def image_edges(self, pairs: Pairs) -> Edges:
         """Verified edges between numbers of hashes, up to 64 bits apart."""
-        return self._edges("images", f"{MOST_BITS}", lambda: phash.image_edges(*pairs.hashes, MOST_BITS))
+        count = int(pairs.hash_row.max(initial=-1)) + 1
+        return self._matched("images", f"{MOST_BITS}", _Pictures(self.folder.url, self.of, count))
+
+    def _matched(self, name: str, how: str, things: edges.Things) -> Edges:
+        """These edges, read where they are there, else found in units and kept."""
+        home = f"dedup/edges/{name}.units"
+        at = dict[str, Any](workers=self.workers, engine=self.engine)
+        found = self._edges(name, how, lambda: edges.between(things, self.folder, home, _mark(self.of, how), **at))
+        self.folder.remove(home)
+        return found
 
     def _edges(self, name: str, how: str, make: Callable[[], Edges]) -> Edges:
         """These edges, read where they are there, else made and kept."""
@@ -173,24 +171,112 @@ class Store:
 
     # ---- files ---------------------------------------------------------------------------------------------------------
 
-    def _mark(self, how: str) -> bytes:
-        return f"{VERSION} {how} {self.of}".encode()
-
     def _marked(self, name: str, how: str = "") -> pa.Table | None:
         """The table of this name where it was made from these signatures."""
-        if not self.folder.exists(name):
-            return None
-        with opened(self.folder, name) as file:
-            if (file.schema_arrow.metadata or {}).get(_MARK) != self._mark(how):
-                return None
-            return file.read(use_threads=False)
+        return _marked(self.folder, name, self.of, how)
 
     def _write(self, name: str, table: pa.Table, how: str = "") -> None:
         with self.folder.staged(name) as path:
             pq.write_table(
-                table.replace_schema_metadata({_MARK: self._mark(how)}), path,
+                table.replace_schema_metadata({_MARK: _mark(self.of, how)}), path,
                 compression="none", use_dictionary=["copies", "boilerplate"], write_statistics=["uid"],
             )  # fmt: skip
+
+
+def forget() -> None:
+    """Give back the word sets and hashes that are kept for the units of this process."""
+    _sets.cache_clear()
+    _hashes.cache_clear()
+
+
+def _mark(of: str, how: str) -> bytes:
+    return f"{VERSION} {how} {of}".encode()
+
+
+def _marked(folder: Folder, name: str, of: str, how: str = "") -> pa.Table | None:
+    if not folder.exists(name):
+        return None
+    with opened(folder, name) as file:
+        if (file.schema_arrow.metadata or {}).get(_MARK) != _mark(of, how):
+            return None
+        return file.read(use_threads=False)
+
+
+@functools.lru_cache(maxsize=1)
+def _hashes(url: str, of: str) -> Hashes:
+    table = _marked(Folder(url), HASHES, of)
+    assert table is not None
+    return bytes_of(table["image_hash"]), bytes_of(table["image_hash_mirrored"])
+
+
+@functools.lru_cache(maxsize=1)
+def _sets(url: str, of: str, count: int) -> Sets:
+    """`Store.sets`, which the driver and all units that one process does share."""
+    folder = Folder(url)
+    table = _marked(folder, NUMBERS, of)
+    assert table is not None
+    numbers = table["number"].to_numpy()
+    starts, sizes = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    flats: list[U32] = []
+    row = length = 0
+    for part in stored_sets(folder):
+        _, tokens, offsets = unpacked(part)
+        number = numbers[row : row + part.num_rows]
+        use = slice(None) if number.min(initial=0) >= 0 else np.flatnonzero(number >= 0)
+        starts[number[use]] = offsets[:-1][use] + length
+        sizes[number[use]] = np.diff(offsets)[use]
+        row, length = row + part.num_rows, length + len(tokens)
+        flats.append(tokens)
+    return Sets(
+        flats[0] if len(flats) == 1 and length else np.concatenate([*flats, np.zeros(1, np.uint32)]), starts, sizes
+    )
+
+
+def _sampled(sets: Sets, floor: float) -> Edges:
+    return oracle.near(sets, oracle.sample(sets.sizes), floor)
+
+
+@dataclass(frozen=True)
+class _Captions:
+    """Word sets, to be compared in units (edges.Things)."""
+
+    url: str
+    of: str
+    count: int
+    at_least: float
+    bands: int
+    by: str
+
+    @property
+    def keys(self) -> int:
+        return self.count
+
+    def candidates(self, numbers: range, share: Share) -> U64:
+        return match.caption_candidates(_sets(self.url, self.of, self.count), self.at_least, self.by, numbers, share)
+
+    def similarity(self, a: I64, b: I64) -> F32:
+        return match.jaccard(_sets(self.url, self.of, self.count), a, b)
+
+
+@dataclass(frozen=True)
+class _Pictures:
+    """Picture hashes and their mirrored twins, to be compared in units (edges.Things)."""
+
+    url: str
+    of: str
+    count: int
+    at_least: float = 1 - MOST_BITS / 256
+    bands: int = phash.BANDS
+
+    @property
+    def keys(self) -> int:
+        return 2 * self.count
+
+    def candidates(self, numbers: range, share: Share) -> U64:
+        return phash.candidates(*_hashes(self.url, self.of), numbers, share)
+
+    def similarity(self, a: I64, b: I64) -> F32:
+        return phash.similarity(*_hashes(self.url, self.of), a, b)
 
 
 def _at(column: pa.ChunkedArray, rows: I64 | None) -> pa.ChunkedArray:
