@@ -35,6 +35,8 @@ TILE = 4096  # the loss's tile on GPUs
 DECODE_PER_CORE_S = 1000.0
 STORED_BYTES = 20_000  # a 256-px JPEG of quality 90, about
 GPUS_A_NODE = 8
+PADDED, TRIMMED = 77.0, 18.0  # text positions of a pair: as published runs count, and about what trimmed captions need
+FEW = 32  # pairs at a time below which recomputing activations is the better way to save memory
 USABLE = 0.92  # the allocator, cuBLAS and NCCL keep some of a card's memory for themselves
 
 
@@ -166,10 +168,21 @@ def memory(
     }
 
 
-def largest_micro(sizes: dict[str, float], at_once: int, card: Gpu) -> int:
-    """Most pairs a GPU can hold with activations at a time, from the memory that `at_once` pairs need; 0 if none."""
+def largest_micro(cfg: ModelConfig, card: Gpu, *, batch: int, gpus: int, checkpointing: bool) -> int:
+    """Most pairs a GPU can hold with activations at a time: its whole share, else a power of two; 0 if not even one."""
+    share = -(-batch // gpus)
+    sizes = memory(cfg, batch=batch, gpus=gpus, micro=share, checkpointing=checkpointing)
     room = USABLE * card.memory - (sizes["total"] - sizes["activations"])
-    return max(0, int(room / (sizes["activations"] / at_once)))
+    most = int(room / (sizes["activations"] / share))
+    return share if most >= share else 1 << (most.bit_length() - 1) if most > 0 else 0
+
+
+def held_at_once(cfg: ModelConfig, card: Gpu, *, batch: int, gpus: int) -> tuple[int, bool]:
+    """Pairs that a GPU should hold with activations at a time (0 if not even one fits), and whether to recompute
+    activations (`train --checkpointing`): only where too few fit otherwise."""
+    share = -(-batch // gpus)
+    plain, lean = (largest_micro(cfg, card, batch=batch, gpus=gpus, checkpointing=way) for way in (False, True))
+    return (plain, False) if plain >= min(FEW, share) or lean == plain else (lean, True)
 
 
 def communication(cfg: ModelConfig, *, batch: int, gpus: int) -> dict[str, float]:
@@ -192,7 +205,7 @@ def run(config: PlanConfig) -> dict[str, Any]:
         return scaling.run(config.table)
     _check(config)
     cfg, card = model_config(config.model), gpu(config.gpu)
-    flops = run_flops(cfg, config.pairs, config.epochs, config.text_len)
+    flops = run_flops(cfg, config.pairs, config.epochs, PADDED)
     mfu = mfu_of(flops, config.gpus, card.peak_flops, config.days) if config.days else config.mfu
     if mfu > 1:
         raise ConfigError(
@@ -200,19 +213,17 @@ def run(config: PlanConfig) -> dict[str, Any]:
             f"at {config.mfu:.0%} it takes {days_of(flops, config.gpus, card.peak_flops, config.mfu):.2g} days"
         )
     share = -(-config.batch_size // config.gpus)
-    at_once = min(config.micro_batch, share) or share
-    factor = recompute_factor(checkpointing=config.checkpointing, gradcache=0 < config.micro_batch < share)
-    hfu = mfu * factor
-    rate = config.gpus * card.peak_flops * mfu / flops_per_pair(cfg, config.text_len)
-    sizes = memory(
-        cfg, batch=config.batch_size, gpus=config.gpus, micro=at_once, text_len=config.text_len,
-        checkpointing=config.checkpointing,
-    )  # fmt: skip
+    fitting, checkpointing = held_at_once(cfg, card, batch=config.batch_size, gpus=config.gpus)
+    at_once = fitting or 1
+    hfu = mfu * recompute_factor(checkpointing=checkpointing, gradcache=at_once < share)
+    rate = config.gpus * card.peak_flops * mfu / flops_per_pair(cfg, PADDED)
+    sizes = memory(cfg, batch=config.batch_size, gpus=config.gpus, micro=at_once, checkpointing=checkpointing)
     return {
         "model": config.model,
         "params": param_count(cfg),
-        "flops_per_pair": flops_per_pair(cfg, config.text_len),
-        "forward_flops": forward_flops(cfg, config.text_len),
+        "flops_per_pair": flops_per_pair(cfg, PADDED),
+        "flops_per_pair_trimmed": flops_per_pair(cfg, TRIMMED),
+        "forward_flops": forward_flops(cfg, PADDED),
         "flops": flops,
         "gpu": config.gpu,
         "gpus": config.gpus,
@@ -229,18 +240,18 @@ def run(config: PlanConfig) -> dict[str, Any]:
         "batch": {"global": config.batch_size, "gpu": share, "micro": at_once},
         "memory": sizes,
         "gpu_memory": card.memory,
-        "fits": sizes["total"] <= USABLE * card.memory,
-        "largest_micro": largest_micro(sizes, at_once, card),
+        "fits": fitting > 0,
+        "checkpointing": checkpointing,
         "communication": communication(cfg, batch=config.batch_size, gpus=config.gpus),
     }
 
 
 def _check(config: PlanConfig) -> None:
-    for name in ("pairs", "epochs", "gpus", "batch_size", "text_len"):
+    for name in ("pairs", "epochs", "gpus", "batch_size"):
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigError(f"expected --{name.replace('_', '-')} above 0, found {getattr(config, name)}")
-    if not 0 <= config.days < math.inf or not 0 <= config.price < math.inf or config.micro_batch < 0:
-        raise ConfigError("expected --days, --price and --micro-batch of 0 or more")
+    if not 0 <= config.days < math.inf or not 0 <= config.price < math.inf:
+        raise ConfigError("expected --days and --price of 0 or more")
     if not 0 < config.mfu <= 1:
         raise ConfigError(f"expected --mfu between 0 and 1, found {config.mfu}; 0.4 is 40 %")
 
@@ -259,14 +270,16 @@ def render(summary: dict[str, Any]) -> RenderableType:
     from rich.text import Text
 
     title = Text(f"{summary['model']} on {summary['gpus']} x {summary['gpu']}", style="bold")
-    fits = Text("It fits.", style="green") if summary["fits"] else Text(_too_big(summary), style="bold red")
+    fits = Text(_how_it_fits(summary), style="green" if summary["fits"] else "bold red")
     return Group(title, Text(""), _cost_table(summary), Text(""), _memory_table(summary), fits)
 
 
-def _too_big(s: dict[str, Any]) -> str:
-    if s["largest_micro"]:
-        return f"It does not fit: use --micro-batch {s['largest_micro']} or less, or --checkpointing."
-    return "It does not fit, even with one pair at a time: take a larger card or a smaller model."
+def _how_it_fits(s: dict[str, Any]) -> str:
+    if not s["fits"]:
+        return "It does not fit, even with one pair at a time: take a larger card or a smaller model."
+    flags = f" --micro-batch {s['batch']['micro']}" * (s["batch"]["micro"] < s["batch"]["gpu"])
+    flags += " --checkpointing" * s["checkpointing"]
+    return f"It fits with `train{flags}`." if flags else "It fits."
 
 
 def _cost_table(s: dict[str, Any]) -> RenderableType:
@@ -277,6 +290,10 @@ def _cost_table(s: dict[str, Any]) -> RenderableType:
     for name, value in (
         ("parameters", f"{s['params'] / 1e6:,.1f} M"),
         ("operations a pair", f"{s['flops_per_pair'] / 1e9:,.1f} GFLOP (forward {s['forward_flops'] / 1e9:,.1f})"),
+        (
+            "captions trimmed",
+            f"{s['flops_per_pair_trimmed'] / 1e9:,.1f} GFLOP ({TRIMMED:.0f} of {PADDED:.0f} positions)",
+        ),
         ("operations in all", f"{s['flops']:.3g} FLOP"),
         ("utilisation", f"{s['mfu']:.1%} MFU, {s['hfu']:.1%} with recompute (HFU)"),
         (

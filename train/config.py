@@ -181,20 +181,13 @@ class DiagnoseConfig(StageConfig):
     """Shape of the towers; empty takes the run's, or small-112."""
     batch_size: int = setting(0)
     """Pairs a step of the trials; 0 takes one rank's share of the run's batch, or 256."""
-    precision: Literal["", "bf16", "fp32"] = setting("")
-    """Type of the matrix products; empty takes the run's, or bf16."""
-    decode: Literal["", "auto", "cpu", "dali"] = setting("")
-    """Who decodes; empty takes the run's, or auto."""
-    threads: int = setting(0)
-    """Decode threads; 0 takes the run's, or one a core. Try another number here before you change the run."""
-    device: Literal["auto", "cpu", "cuda"] = setting("auto")
-    """Where the trials run; `auto` takes a GPU where there is one."""
     seconds: float = setting(6.0)
-    """Seconds for each of the three trials; 0 reads the run's metrics only. Longer is steadier on a busy machine."""
+    """Seconds for each trial; 0 reads the run's metrics only. Longer is steadier on a busy machine."""
     budget: float = setting(0.0)
     """Largest share of a step that may be waiting, as 0.1; above it the exit code is 3. 0 sets no budget."""
     apply: int = setting(0)
-    """Number of the fix to try, 1 for the first: the loop runs once more with it, on a copy where it changes the data."""
+    """Number of the fix to try, 1 for the first: the loop runs once more with it, on a copy where it changes the data. Of
+    one that cannot be tried from here (more cores) the next best is tried instead."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,8 +221,3 @@ class PlanConfig(StageConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoctorConfig(StageConfig):
     """Check this machine: what is installed, what is fast, what is slow or wrong, and what to do about it."""
-
-    seconds: float = setting(0.4)
-    """Seconds for each measurement; longer is steadier on a busy machine."""
-    disk_mb: int = setting(64)
-    """Megabytes written to the work folder and read back to time its disk; 0 leaves the disk alone."""

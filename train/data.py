@@ -11,7 +11,6 @@ with valid = False, and a row in quarantine.jsonl.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -33,8 +32,6 @@ from train.colour import random_colour
 from train.decode_cpu import Decoder, Picture, View, middle_view, random_view
 from train.tokenizer import Tokenizer
 from train.towers import trim
-
-log = logging.getLogger("pairmill.train")
 
 STARVED_S = 120.0  # a step that waits so long for the decoder waits for ever
 QUEUE_DEPTH = 3  # decoded batches held ready; more only hides for longer that decoding is too slow
@@ -250,8 +247,6 @@ class Loader:
         self.rank, self.ranks, self.start, self.stop = rank, ranks, start, stop
         self.crop, self.flip, self.colour, self.starved_s = crop, flip, colour, starved_s
         self.waits = Waits()
-        if rank == 0:
-            log.info("%s", plan.describe())
         self._queue: queue.Queue[Batch | BaseException] = queue.Queue(QUEUE_DEPTH)
         self._closed = threading.Event()
         self._begun: RawBatch | None = None  # what is being decoded now

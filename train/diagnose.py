@@ -18,7 +18,7 @@ from core.errors import ConfigError, InputError
 from core.runner import cores
 from core.storage import Folder
 from train.config import TrainConfig
-from train.judge import INPUT_VERDICTS, OVERSIZE, Evidence, Straggler, judge
+from train.judge import OVERSIZE, Evidence, Straggler, judge
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -75,7 +75,7 @@ def run(config: DiagnoseConfig) -> dict[str, Any]:
         found = judge(evidence)
     summary = {
         **found,
-        "split": _trial_split(both) if both else _split(rows),
+        "split": _trial_split(both) if both else split_of(rows[-1]),
         "stages": _stages(evidence, both, found["verdict"]),
         "ranks": _ranks(rows),
         "gpu": both.gpu if both else rows[-1].get("gpu"),
@@ -104,8 +104,7 @@ def _apply(
     Returns {fix, number, predicted_gain, measured_gain, rate, note}: null where nothing could be tried, and why in `note`.
     """
     wanted = config.apply
-    able = [number for number, fix in enumerate(fixes, 1) if fix["apply"] and bench is not None]
-    number = wanted if wanted in able or not able else able[0]
+    able = [number for number, fix in enumerate(fixes, 1) if fix["apply"]] if bench is not None else []
     nothing = dict.fromkeys(("fix", "number", "predicted_gain", "measured_gain", "rate"))
     note = ""
     if wanted > len(fixes):
@@ -116,6 +115,7 @@ def _apply(
         return {**nothing, "note": f"{note} Nothing was tried."}
     from train import remedies
 
+    number = wanted if wanted in able else able[0]
     fix = fixes[number - 1]
     log.info("diagnose: trying fix %d: %s", number, fix["fix"])
     try:
@@ -213,13 +213,11 @@ def _own_and_others(row: dict[str, Any]) -> tuple[float, float]:
     return own["max"], (own["mean"] * ranks - own["max"]) / (ranks - 1)
 
 
-def _split(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Seconds of a step by place, {p50, p99, share}, of the latest row; `comm` is a part of `compute`."""
-    if not rows:
-        return {}
-    waits = rows[-1]["waits"]
+def split_of(row: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Seconds of a step by place, {p50, p99, share}, of a row; `comm`, where there are several ranks, is a part of `compute`."""
+    waits = row["waits"]
     whole = sum(waits[place]["mean"] for place in PLACES) or 1e-9
-    several = ("comm",) if rows[-1].get("ranks", 1) > 1 and "comm" in waits else ()
+    several = ("comm",) if row.get("ranks", 1) > 1 and "comm" in waits else ()
     return {
         place: {"p50": waits[place]["p50"], "p99": waits[place]["p99"], "share": waits[place]["mean"] / whole}
         for place in (*PLACES, *several)
@@ -246,13 +244,12 @@ def _count_lines(folder: Folder, name: str) -> int:
 
 def _bench(config: DiagnoseConfig, settings: TrainConfig, rows: list[dict[str, Any]]) -> Bench:
     """The run's own parts, for one rank's share of the batch."""
-    from train.distributed import choose_device, choose_precision
+    from train.distributed import choose_device
     from train.trials import Bench
 
     ranks = max(1, int(rows[-1].get("ranks", 1)) if rows else 1)
     batch = config.batch_size or max(1, settings.batch_size // ranks)
     device = choose_device(settings.device, 0)
-    settings = dataclasses.replace(settings, precision=choose_precision(settings.precision, device))
     return Bench(settings, batch, ranks, device)
 
 
@@ -402,8 +399,8 @@ def _facts(summary: dict[str, Any]) -> list[RenderableType]:
     ranks, data, said = summary["ranks"], summary["data"], []
     if ranks.get("ranks", 1) > 1:
         said.append(
-            f"{ranks['ranks']} ranks wait {ranks['min']:.3f} to {ranks['max']:.3f} s a step; rank {ranks['slowest_rank']} longest, "
-            f"as in {ranks['same']:.0%} of the intervals"
+            f"{ranks['ranks']} ranks wait {ranks['min']:.3f} to {ranks['max']:.3f} s a step; rank {ranks['slowest_rank']} "
+            f"longest, as in {ranks['same']:.0%} of the intervals"
         )
     if summary["gpu"]:
         said.append(card.words(summary["gpu"]))

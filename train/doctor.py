@@ -10,7 +10,6 @@ import functools
 import importlib.metadata
 import io
 import logging
-import math
 import os
 import re
 import sys
@@ -22,9 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from core.errors import ConfigError, HardwareError, PairmillError
+from core.errors import HardwareError, PairmillError
+from core.metrics import Jsonl
 from core.runner import cores
 from core.storage import Folder
+from train.diagnose import COMM, PLACES, split_of
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pairmill.doctor")
 
+SECONDS = 0.4  # of each measurement
+DISK_MB = 64
 SLOW_DECODE = 400.0  # 256-px images a second and core; a core of 2020 does 1,000
 SLOW_GPU_DECODE = 3000.0  # 256-px images a second; an A100's nvJPEG does about 7,000
 SLOW_WAIT = 0.05  # share of a step
@@ -56,24 +59,21 @@ class Check:
 
 def run(config: DoctorConfig) -> dict[str, Any]:
     """All checks, {checks: [{name, state, found, do}], exit_code}; the exit code is not 0 where something is wrong."""
-    if not 0 <= config.seconds < math.inf or config.disk_mb < 0:
-        raise ConfigError(
-            f"expected --seconds and --disk-mb of at least 0, found {config.seconds} and {config.disk_mb}"
-        )
     checks: tuple[tuple[str, Callable[[], Check]], ...] = (
         ("python", python),
         ("torch", torch_build),
-        ("matrix products", lambda: matrix_products(config.seconds)),
+        ("matrix products", matrix_products),
         ("cuda", cuda),
         ("nccl", nccl),
+        ("nvml", nvml),
         ("dali", dali),
         ("pillow", pillow),
-        ("jpeg decode", lambda: jpeg_decode(config.seconds)),
-        ("tokenizer", lambda: tokenizer(config.seconds)),
-        ("disk", lambda: disk(config.work, config.disk_mb)),
+        ("jpeg decode", jpeg_decode),
+        ("tokenizer", tokenizer),
+        ("disk", lambda: disk(config.work)),
         ("open files", open_files),
         ("loss on ranks", loss_on_ranks),
-        ("gpu decode", lambda: gpu_decode(config.seconds)),
+        ("gpu decode", gpu_decode),
         ("100 steps", lambda: first_steps("ViT-B-32", 256, 100, "cuda")),
     )
     found = [_guarded(name, check) for name, check in checks]
@@ -134,6 +134,21 @@ def nccl() -> Check:
     return Check("nccl", "ok", version)
 
 
+def nvml() -> Check:
+    """What `train` logs of the GPUs."""
+    import torch
+
+    from train import card
+
+    if not torch.cuda.is_available():
+        return Check("nvml", "skipped", "no GPU")
+    try:
+        read = card.reader(torch.device("cuda", 0))
+    except (ImportError, RuntimeError) as error:
+        return Check("nvml", "skipped", str(error), f"{card.INSTALL}, for utilisation and power in metrics.jsonl")
+    return Check("nvml", "ok", card.words(card.over_ranks([read()]) or {}))
+
+
 def pillow() -> Check:
     import PIL
     from PIL import features
@@ -151,12 +166,12 @@ def pillow() -> Check:
     )
 
 
-def tokenizer(seconds: float) -> Check:
+def tokenizer() -> Check:
     from train.tokenizer import Tokenizer
 
     encoder = Tokenizer()
     texts = [f"a photo of {n} small red triangles on a dark background" for n in range(1000)]
-    rate = _rate(lambda: encoder.encode(texts), seconds) * len(texts)
+    rate = _rate(lambda: encoder.encode(texts)) * len(texts)
     found = f"{encoder.backend}, {rate:,.0f} captions/s"
     if encoder.backend != "instant":
         return Check("tokenizer", "slow", found, "pip install instant-clip-tokenizer (Python 3.11 or 3.12 on x86-64)")
@@ -175,12 +190,12 @@ def open_files() -> Check:
 # ---------------------------------------------------------------- speed
 
 
-def matrix_products(seconds: float) -> Check:
+def matrix_products() -> Check:
     """bf16 against fp32 on this device, and a GPU against its published peak."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    bf16, fp32 = (_matmul_flops(device, dtype, seconds) for dtype in (torch.bfloat16, torch.float32))
+    bf16, fp32 = (_matmul_flops(device, dtype) for dtype in (torch.bfloat16, torch.float32))
     found = f"bf16 {bf16 / 1e12:,.2f} TFLOP/s, fp32 {fp32 / 1e12:,.2f}"
     if device.type == "cuda":
         return _against_peak(torch.cuda.get_device_name(0), bf16, found)
@@ -207,7 +222,7 @@ def _is_kind(name: str, kind: str) -> bool:
     return kind != "RTX" and re.search(rf"\b{kind}\b", name, re.IGNORECASE) is not None
 
 
-def _matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+def _matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     import torch
 
     side = 8192 if device.type == "cuda" else 1024
@@ -218,10 +233,10 @@ def _matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> f
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return 2.0 * side**3 * _rate(once, seconds)
+    return 2.0 * side**3 * _rate(once)
 
 
-def jpeg_decode(seconds: float) -> Check:
+def jpeg_decode() -> Check:
     """Header, decode and resize of one 256-px picture to 224 px, on one thread, as the trainer does it."""
     import torch
 
@@ -237,7 +252,7 @@ def jpeg_decode(seconds: float) -> Check:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        rate = _rate(once, seconds)
+        rate = _rate(once)
     finally:
         torch.set_num_threads(threads)
     found = f"{rate:,.0f} images/s and core, so about {rate * cores():,.0f} here (256 to 224 pixels)"
@@ -248,7 +263,7 @@ def jpeg_decode(seconds: float) -> Check:
     return Check("jpeg decode", "ok", found)
 
 
-def gpu_decode(seconds: float) -> Check:
+def gpu_decode() -> Check:
     """DALI's whole graph on the GPU: 256-px pictures to 224 px."""
     import torch
 
@@ -270,7 +285,7 @@ def gpu_decode(seconds: float) -> Check:
         torch.cuda.synchronize()
 
     try:
-        rate = batch * _rate(once, seconds)
+        rate = batch * _rate(once)
     finally:
         decoder.close()
     found = f"{rate:,.0f} images/s (256 to 224 pixels)"
@@ -285,6 +300,7 @@ def first_steps(model: str, batch: int, steps: int, device: Literal["cpu", "cuda
     """A real run of some steps on made-up pictures: its rate, and where a step's time went."""
     import torch
 
+    from train import card
     from train.config import TrainConfig
     from train.run import run as train
 
@@ -295,13 +311,23 @@ def first_steps(model: str, batch: int, steps: int, device: Literal["cpu", "cuda
         found = train(
             TrainConfig(work=work, model=model, batch_size=batch, steps=steps, device=device, ranks=1, val="none")
         )
+        last = Jsonl(Path(found["run"]) / "metrics.jsonl").rows()[-1]
     wait = found["wait_share"] or 0.0
-    words = f"{model}, batch {batch}: {found['pairs_per_s'] or 0:,.0f} pairs/s, {wait:.1%} of a step waiting"
+    words = f"{model}, batch {batch}: {found['pairs_per_s'] or 0:,.0f} pairs/s, {_split_words(last)}"
     if found["mfu"]:
-        words += f", {found['mfu']:.0%} MFU"
+        words += f"; {found['mfu']:.0%} MFU"
+    if last["gpu"]:
+        words += f"; {card.words(last['gpu'])}"
     if wait > SLOW_WAIT:
         return Check(f"{steps} steps", "slow", words, "`pairmill diagnose` on your own shards says what to change")
     return Check(f"{steps} steps", "ok", words)
+
+
+def _split_words(row: dict[str, Any]) -> str:
+    """Where a step's time goes in a row of metrics.jsonl."""
+    split = split_of(row)
+    said = [f"{split[place]['share']:.1%} {words}" for place, words in PLACES.items()]
+    return f"of a step {', '.join(said)}" + (f" ({split['comm']['share']:.1%} {COMM})" if "comm" in split else "")
 
 
 def _made_up_shards(folder: Path, count: int) -> None:
@@ -316,40 +342,38 @@ def _made_up_shards(folder: Path, count: int) -> None:
                 tar.addfile(member, io.BytesIO(body))
 
 
-def disk(work: str, megabytes: int) -> Check:
+def disk(work: str) -> Check:
     """Write a file in the work folder and read it back past the page cache."""
     folder = Folder(work)
-    if megabytes <= 0:
-        return Check("disk", "skipped", "--disk-mb 0")
     if folder.local is None:
         return Check("disk", "skipped", f"{work} is not a local folder")
     home = next(p for p in (folder.local.absolute(), *folder.local.absolute().parents) if p.is_dir())
     with tempfile.NamedTemporaryFile(dir=home, prefix=".tmp-doctor-") as file:
         block = os.urandom(1 << 20)
         start = time.perf_counter()
-        for _ in range(megabytes):
+        for _ in range(DISK_MB):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-        written = megabytes * 1.048576 / (time.perf_counter() - start)
+        written = DISK_MB * 1.048576 / (time.perf_counter() - start)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         start = time.perf_counter()
         with Path(file.name).open("rb", buffering=0) as again:
             while again.read(1 << 20):
                 pass
-        read = megabytes * 1.048576 / (time.perf_counter() - start)
+        read = DISK_MB * 1.048576 / (time.perf_counter() - start)
     found = f"{home}: write {written:,.0f} MB/s, read {read:,.0f} MB/s"
     if min(written, read) < SLOW_DISK:
         return Check("disk", "slow", found, "put the shards on a local SSD, or expect the loader to wait for it")
     return Check("disk", "ok", found)
 
 
-def _rate(once: Callable[[], object], seconds: float) -> float:
+def _rate(once: Callable[[], object]) -> float:
     """Calls a second, after one call to warm up."""
     once()
     start, calls = time.perf_counter(), 0
-    while calls == 0 or time.perf_counter() - start < seconds:
+    while calls == 0 or time.perf_counter() - start < SECONDS:
         once()
         calls += 1
     return calls / (time.perf_counter() - start)

@@ -22,11 +22,11 @@ THRESHOLDS = {
     "cores_shared": 0.20,
 }
 INPUT_BOUND = THRESHOLDS["decode_bound"]
-INPUT_VERDICTS = ("read_bound", "decode_bound")
 CLEAR = 2.0  # times a threshold, above which (or one over it, below which) a busy machine would not change the verdict
 # A stored picture may be this much larger in area than the model's input before decoding it is waste (random crops).
 OVERSIZE = 1.8
 PROGRESSIVE = 0.2
+WORTH = 0.02  # a rehearsed gain below this is noise
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ class Evidence:
     common_wait: float | None = None
     """Share of the run's step in which even the rank that waits least waited for a batch."""
     straggler: Straggler | None = None
+    busy: float | None = None
+    """Share of the time in which the GPU ran a kernel, as its driver tells."""
     gpu: bool = False
     remote: bool = False
     """Whether the shards lie behind a URL."""
@@ -81,6 +83,8 @@ class Evidence:
     progressive: float = 0.0
     quarantined: int = 0
     precision: str = "bf16"
+    native: str = "bf16"
+    """The type that this device multiplies fastest: `--precision auto`."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def judge(e: Evidence) -> dict[str, Any]:
     verdict = max(lost, key=lambda name: lost[name] / THRESHOLDS[name] * (lost[name] >= THRESHOLDS[name]), default="")
     if not verdict or lost[verdict] < THRESHOLDS[verdict]:
         verdict = "not_input_bound"
-    found = sorted(fixes(verdict, e), key=lambda fix: -(fix.gain or 0.0))
+    found = sorted(fixes(verdict, e), key=_place)
     return {
         "verdict": verdict,
         "cause": found[0].cause,
@@ -113,6 +117,11 @@ def judge(e: Evidence) -> dict[str, Any]:
             {"fix": f.words, "cause": f.cause, "predicted_gain": f.gain, "apply": f.apply or None} for f in found
         ],
     }
+
+
+def _place(fix: Fix) -> tuple[bool, float]:
+    """First what can be tried here and gains something, then by gain."""
+    return not (fix.apply and (fix.gain is None or fix.gain >= WORTH)), -(fix.gain or 0.0)
 
 
 def losses(e: Evidence) -> dict[str, float]:
@@ -128,10 +137,12 @@ def losses(e: Evidence) -> dict[str, float]:
         "communication_bound": e.comm_share,
         "straggler": e.straggler.lost if e.straggler else None,
     }
-    if e.wait_share < INPUT_BOUND and e.model_rate:
-        if e.double_rate:
+    if e.wait_share < INPUT_BOUND:
+        if e.model_rate and e.double_rate:
             lost["overhead_bound"] = max(0.0, 1 - e.model_rate / e.double_rate)
-        if not e.gpu:
+        elif e.busy is not None:  # a run alone: nobody waits, and yet the GPU has nothing to do
+            lost["overhead_bound"] = max(0.0, 1 - e.busy - e.wait_share - e.h2d_share)
+        if e.model_rate and not e.gpu:
             lost["cores_shared"] = max(0.0, 1 - e.rate / e.model_rate)
     return {name: share for name, share in lost.items() if share is not None}
 
@@ -163,6 +174,9 @@ def says(verdict: str, e: Evidence) -> str:
             f"Not input-bound, but the device has too little to do at a time: with twice the pairs at once it does {more:.0%} "
             "more of them a second."
         )
+    if verdict == "overhead_bound":
+        idle = 1 - (e.busy or 0.0)
+        return f"Not input-bound, but the GPU is idle for {idle:.0%} of the time: it has too little to do at a time."
     if verdict == "cores_shared":
         return (
             f"Not input-bound, but decoding takes cores from the model: {waits}, yet with batches ready in memory it would be "
@@ -208,7 +222,7 @@ def fixes(verdict: str, e: Evidence) -> list[Fix]:
         ]
     if verdict == "copy_bound":
         return [Fix("copies", "decode on the GPU: --decode dali, so that compressed bytes are copied")]
-    if verdict == "overhead_bound" and e.model_rate:
+    if verdict == "overhead_bound":
         words = "a larger batch (--batch-size), or --micro-batch 0 where memory allows it"
         fix = Fix("small_batch", words, gain_of(e, "batch"), "batch")
         return [fix, Fix("small_batch", "--compile, which joins small operations")] if e.gpu else [fix]
@@ -222,10 +236,13 @@ def fixes(verdict: str, e: Evidence) -> list[Fix]:
     if verdict == "decode_bound":
         return _decode_fixes(e)
     if verdict == "cores_shared":
-        rest = Fix("shared_cores", "more cores; or smaller pictures (--size), which cost less to decode", ceiling(e))
-        return [rest, *_smaller(e)]
-    if e.precision == "fp32":
-        return [Fix("compute", "train in bf16: --precision bf16")]
+        return [
+            *_smaller(e),
+            Fix("shared_cores", "more cores, so that decoding and the model do not share them", ceiling(e)),
+        ]
+    if (e.precision == "fp32") != (e.native == "fp32"):
+        words = f"--precision {e.native}, which this device multiplies faster than {e.precision}"
+        return [Fix("slow_precision", words, gain_of(e, "precision"), "precision")]
     return [Fix("compute", "spend the effort on the model: larger batch, --compile on GPUs, more ranks")]
 
 

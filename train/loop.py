@@ -28,7 +28,7 @@ from core.metrics import Jsonl
 from core.progress import Progress
 from core.runner import cores
 from shardkit.reader import ShardSet, user_cache
-from train import checkpoint, memory
+from train import card, checkpoint, memory
 from train.boards import Boards, ShownJsonl
 from train.config import TrainConfig
 from train.data import Batch, Loader, Plan, Preparer, Quarantine, make_decoder
@@ -63,6 +63,8 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
     # ---- data -------------------------------------------------------------------------------------------------------
     plan, tokenizer = _plan(config), Tokenizer()
     total = config.steps or config.epochs * plan.steps_per_epoch
+    if ranks.main:
+        log.info("%s", plan.describe())
 
     # ---- model, from given weights or where the run stopped ---------------------------------------------------------
     writer = checkpoint.Writer(config.checkpoints or str(home / "checkpoints"), config.keep, config.keep_every)
@@ -89,6 +91,7 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
         contextlib.closing(decoder),
         _stop_signals() as stop,
         _log_files(config, ranks, home, start) as (rows, figures),
+        card.watched(ranks.device) as readings,
     ):
         preparer = Preparer(decoder, tokenizer, shape.context)
         loader = Loader(
@@ -96,7 +99,7 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
             start=start, stop=total, crop=config.crop, flip=config.flip, colour=config.colour,
         )  # fmt: skip
         evaluator = Evaluator(ranks, home, clip, preparer, val, min(EVAL_BATCH, share), config.zero_shot, figures)
-        meter = Meter(ranks, loader, shape, peak_flops(ranks, config.precision), rows, watch)
+        meter = Meter(ranks, loader, shape, peak_flops(ranks, config.precision), rows, watch, readings)
         trainer = Trainer(config, ranks, home, model, optimizer, meter, evaluator, writer, fixed, total)
         if saved is not None:
             trainer.restore(saved)

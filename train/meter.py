@@ -4,7 +4,7 @@ Each step's time is split where it passes: waiting for a decoded batch, copying 
 three count, so evaluation, checkpoints and the first steps of a process are in no rate. Two more say what they hold:
 `comm`, the part of computing in which collectives held the rank up, and `own`, the step without that part, which is
 longest on the rank that the others wait for. Where the decoder itself waits for bytes is measured too, but that costs
-the run nothing unless the loop waits as well.
+the run nothing unless the loop waits as well. Of a GPU a row also has what the driver tells (`train.card`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import xxhash
 
 from core.metrics import Jsonl, Series
+from train import card
 from train.comm import CLOCK
 from train.data import Batch, Loader
 from train.distributed import World, gather_objects
@@ -48,9 +49,16 @@ class Meter:
     """Collects steps on every rank and writes rows on rank 0."""
 
     def __init__(
-        self, ranks: World, loader: Loader, model: ModelConfig, peak_flops: float, file: Jsonl, watch: Watch
+        self,
+        ranks: World,
+        loader: Loader,
+        model: ModelConfig,
+        peak_flops: float,
+        file: Jsonl,
+        watch: Watch,
+        readings: card.Readings,
     ) -> None:
-        self.watch = watch
+        self.watch, self.readings = watch, readings
         self.ranks, self.loader, self.model, self.peak_flops, self.file = ranks, loader, model, peak_flops, file
         self.batch_size = loader.plan.batch_size
         self.h2d, self.compute, self.comm = Series(), Series(), Series()
@@ -94,8 +102,8 @@ class Meter:
             series.take()
         now, self.interval = self.interval, Interval()
         ready = self.loader.ready
-        everyone = gather_objects((mine, now.hashes, now.positions, now.invalid, ready))
-        times, hashes, positions, invalid, queued = (list(column) for column in zip(*everyone, strict=True))
+        everyone = gather_objects((mine, now.hashes, now.positions, now.invalid, ready, self.readings.take()))
+        times, hashes, positions, invalid, queued, gpus = (list(column) for column in zip(*everyone, strict=True))
         steps = len(now.hashes)
         rate, wait_share = self._rates(times, steps)
         text_len = sum(positions) / max(1, steps * self.batch_size)
@@ -122,6 +130,7 @@ class Meter:
             "skipped": now.skipped,
             "batch_hash": _joined_hash(hashes),
             "memory": peak_memory(self.ranks.device),
+            "gpu": card.over_ranks(gpus),
             "time": time.time(),
         }
         if self.ranks.main:

@@ -56,6 +56,8 @@ def _changed(kind: str, bench: Bench, shards: tuple[str, ...]) -> Bench:
     config = dataclasses.replace(config, shards=shards, weights=weights, threads=threads)
     if kind == "batch":
         batch, config = 2 * batch, dataclasses.replace(config, micro_batch=2 * config.micro_batch)
+    if kind == "precision":
+        config = dataclasses.replace(config, precision="auto")
     return Bench(config, batch, 1, bench.device)
 
 

@@ -24,9 +24,10 @@ from core.metrics import Series
 from core.runner import cores
 from shardkit.reader import Batch as RawBatch
 from shardkit.reader import BatchReader, Sample, ShardSet
+from train import card
 from train.config import TrainConfig
 from train.data import QUEUE_DEPTH, Batch, Loader, Plan, Preparer, Quarantine, make_decoder
-from train.distributed import keep_freed_memory
+from train.distributed import choose_precision, keep_freed_memory
 from train.gradcache import gradcache_step
 from train.guard import clip_by_tower
 from train.loss import clip_loss
@@ -52,6 +53,8 @@ class Trial:
     seconds: float
     places: dict[str, dict[str, float]]
     ready: float = 0.0
+    gpu: dict[str, dict[str, float]] | None = None
+    """What the driver told of the GPU meanwhile (`train.card`), as a row of a run has it."""
 
     def share(self, place: str) -> float:
         """Share of the trial's time spent at a place."""
@@ -76,7 +79,8 @@ class Bench:
     def __init__(self, config: TrainConfig, batch_size: int, ranks: int, device: torch.device) -> None:
         if device.type == "cpu":
             keep_freed_memory()
-        self.config, self.batch_size, self.device = config, batch_size, device
+        self.config = dataclasses.replace(config, precision=choose_precision(config.precision, device))
+        self.batch_size, self.device = batch_size, device
         self.threads = config.threads or max(1, cores() // ranks)
         self.shard_set = ShardSet.open(config.shards or f"{config.work}/shards", on_bad=config.on_bad_shard)
         self.plan = Plan.of(self.shard_set, config.seed, batch_size, config.weights)
@@ -130,7 +134,7 @@ class Bench:
         """The real loop."""
         ready: list[int] = []
         step, copying, computing = self._stepper(), Series(), Series()
-        with self._loader(epoch=2) as loader:
+        with self._loader(epoch=2) as loader, card.watched(self.device) as readings:
             batches = iter(loader)
 
             def once() -> bool:
@@ -145,7 +149,8 @@ class Bench:
             places = {"decode": loader.waits.decode, "h2d": copying, "compute": computing,
                       "reader": loader.waits.reader, "decode_busy": loader.waits.decode_busy}  # fmt: skip
             trial = self._timed(once, seconds, places, skip=QUEUE_DEPTH + WARM_STEPS)
-        return dataclasses.replace(trial, ready=sum(ready[-trial.steps :]) / trial.steps)
+            gpu = card.over_ranks([readings.take()])
+        return dataclasses.replace(trial, ready=sum(ready[-trial.steps :]) / trial.steps, gpu=gpu)
 
     def _timed(
         self, once: Callable[[], bool], seconds: float, places: dict[str, Series], *, skip: int, pairs: float = 1.0

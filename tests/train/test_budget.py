@@ -12,6 +12,7 @@ from train.config import PlanConfig
 from train.models import MODELS, flops_per_pair
 
 PAIRS, EPOCHS = 400e6, 32
+VIT_L = MODELS["ViT-L-14"]
 
 
 def plan(**values: object) -> dict:
@@ -62,19 +63,28 @@ def test_known_parameter_counts() -> None:
 
 
 def test_activations_scale_with_what_is_held_at_once() -> None:
-    whole = plan(gpus=8, batch_size=4096)["memory"]["activations"]
-    micro = plan(gpus=8, batch_size=4096, micro_batch=64)
-    assert micro["memory"]["activations"] == pytest.approx(whole / 8)
-    assert micro["hfu"] == pytest.approx(micro["mfu"] * 4 / 3)
-    lean = plan(gpus=8, batch_size=4096, checkpointing=True)["memory"]["activations"]
-    assert lean < whole / 8
+    whole, part, lean = (
+        budget.memory(VIT_L, batch=4096, gpus=8, micro=micro, checkpointing=lean)["activations"]
+        for micro, lean in ((512, False), (64, False), (512, True))
+    )
+    assert part == pytest.approx(whole / 8) and lean < whole / 8
 
 
-def test_vit_l_needs_smaller_micro_batches_on_small_cards() -> None:
-    assert not plan(gpus=8, gpu="A100-40GB", batch_size=8 * 1024)["fits"]
-    whole = plan(gpus=8, gpu="A100-40GB", batch_size=8 * 1024)
-    for micro, fits in ((whole["largest_micro"], True), (whole["largest_micro"] + 1, False)):
-        assert plan(gpus=8, gpu="A100-40GB", batch_size=8 * 1024, micro_batch=micro)["fits"] is fits
+def test_a_plan_holds_as_many_pairs_as_fit() -> None:
+    roomy, tight = plan(gpus=8, gpu="B200", batch_size=8 * 256), plan(gpus=8, gpu="A100-40GB", batch_size=8 * 1024)
+    assert roomy["batch"]["micro"] == 256 and roomy["hfu"] == roomy["mfu"] and not roomy["checkpointing"]
+    micro = tight["batch"]["micro"]
+    assert 0 < micro < 1024 and tight["fits"] and tight["hfu"] == pytest.approx(tight["mfu"] * 4 / 3)
+    room = budget.USABLE * 40e9
+    sizes = [budget.memory(VIT_L, batch=8 * 1024, gpus=8, micro=m)["total"] for m in (micro, 2 * micro)]
+    assert sizes[0] <= room < sizes[1]
+
+
+def test_activations_are_recomputed_where_few_pairs_fit_otherwise() -> None:
+    small = plan(model="ViT-H-14", gpus=8, gpu="V100-32GB", batch_size=8 * 1024)
+    assert small["checkpointing"] and small["batch"]["micro"] > budget.FEW
+    assert small["hfu"] == pytest.approx(small["mfu"] * 5 / 3)
+    assert not plan(model="ViT-H-14", gpus=8, gpu="T4", batch_size=8)["fits"]
 
 
 @pytest.mark.parametrize(
@@ -96,8 +106,13 @@ def test_a_plan_that_cannot_be(values: dict[str, object], words: str) -> None:
 def test_the_page_says_whether_it_fits() -> None:
     from rich.console import Console
 
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(budget.render(plan(gpus=8, gpu="T4", batch_size=8192)))
-    text = capture.get()
-    assert "It does not fit: use --micro-batch" in text and "MFU" in text and "full matrix" in text
+    def page(**values: object) -> str:
+        console = Console(width=160)
+        with console.capture() as capture:
+            console.print(budget.render(plan(gpus=8, **values)))
+        return capture.get()
+
+    text = page(gpu="V100", batch_size=8192)
+    assert "It fits with `train --micro-batch" in text and "MFU" in text and "full matrix" in text
+    assert "It fits.\n" in page(gpu="B200", batch_size=256)
+    assert "It does not fit, even with one pair" in page(gpu="T4", model="ViT-H-14", batch_size=8)

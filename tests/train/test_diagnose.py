@@ -22,8 +22,9 @@ from shardkit.reader import ShardSet
 from tests.shardkit.parts import World
 from tests.train.shards import make_work, photograph
 from train import diagnose, remedies
+from train.card import over_ranks
 from train.config import DiagnoseConfig, TrainConfig
-from train.judge import THRESHOLDS
+from train.judge import THRESHOLDS, Evidence
 from train.models import model_config
 from train.trials import Bench, shrunk
 
@@ -34,6 +35,13 @@ def metrics(work: Path, rows: list[dict[str, Any]], name: str = "main") -> None:
     home = work / "runs" / name
     home.mkdir(parents=True)
     (home / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 99, "wai')
+
+
+def shown(found: dict[str, Any]) -> str:
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(diagnose.render(found))
+    return capture.get()
 
 
 def row(
@@ -105,12 +113,25 @@ def test_collectives_that_take_long_on_every_rank(tmp_path: Path) -> None:
     assert found["fixes"][0]["predicted_gain"] == pytest.approx(1 / 3)
 
 
-def test_a_fix_that_cannot_be_tried(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "words"), [(1, "Fix 1 (spend the effort"), (2, "There is no fix 2.")])
+def test_the_diagnosis_stays_where_no_fix_can_be_tried(tmp_path: Path, number: int, words: str) -> None:
     metrics(tmp_path, [row(10 * i, decode=0.0) for i in range(1, 6)])
-    with pytest.raises(ConfigError, match="nothing that can be tried"):
-        diagnose.run(DiagnoseConfig(work=str(tmp_path), apply=1))
-    with pytest.raises(ConfigError, match="at most 1"):
-        diagnose.run(DiagnoseConfig(work=str(tmp_path), apply=2))
+    found = diagnose.run(DiagnoseConfig(work=str(tmp_path), apply=number))
+    assert found["verdict"] == "not_input_bound" and found["exit_code"] == 0
+    assert found["applied"]["fix"] is found["applied"]["measured_gain"] is None
+    page = shown(found)
+    assert "What to do" in page and words in page and "Nothing was tried." in page
+
+
+def test_what_gpus_did_is_a_line_of_the_page(tmp_path: Path) -> None:
+    rows = [
+        {**row(10 * i, decode=0.0, ranks=2), "gpu": over_ranks([{"busy": 0.5}, {"busy": 0.3}])} for i in range(1, 6)
+    ]
+    metrics(tmp_path, rows)
+    found = diagnose.run(DiagnoseConfig(work=str(tmp_path)))
+    assert found["verdict"] == "overhead_bound" and found["measured"]["busy"] == pytest.approx(0.4)
+    page = shown(found)
+    assert "GPU busy 40% of the time (the idlest 30%)" in page and "rank 1 longest, as in 100% of the intervals" in page
 
 
 def test_nothing_to_diagnose(tmp_path: Path) -> None:
@@ -119,6 +140,8 @@ def test_nothing_to_diagnose(tmp_path: Path) -> None:
     for wrong in ({"budget": 10.0}, {"budget": math.nan}, {"seconds": math.nan}, {"seconds": math.inf}):
         with pytest.raises(ConfigError, match=r"0\.1 for 10 %"):
             diagnose.run(DiagnoseConfig(work=str(tmp_path), **wrong))
+    with pytest.raises(ConfigError, match="--seconds above 0"):
+        diagnose.run(DiagnoseConfig(work=str(tmp_path), seconds=0, apply=1))
 
 
 # ---------------------------------------------------------------- real trials
@@ -149,7 +172,7 @@ def test_the_trials_train_the_runs_own_model(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "runs/main/config.json").write_text(json.dumps({"as_run": recorded}))
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, *_, **__: compiled.append(type(self).__name__))
-    config = DiagnoseConfig(work=str(tmp_path), device="cpu")
+    config = DiagnoseConfig(work=str(tmp_path))
     settings = diagnose._settings(config, diagnose._recorded(Folder(str(tmp_path)), "main"))
     bench = Bench(settings, settings.batch_size, 1, torch.device("cpu"))
     bench._stepper()
@@ -159,9 +182,7 @@ def test_the_trials_train_the_runs_own_model(tmp_path: Path, monkeypatch: pytest
 
 def test_a_diagnosis_from_trials_alone(tmp_path: Path) -> None:
     make_large(tmp_path)
-    found = diagnose.run(
-        DiagnoseConfig(work=str(tmp_path), model="test-32", batch_size=8, precision="fp32", seconds=0.2, device="cpu")
-    )
+    found = diagnose.run(DiagnoseConfig(work=str(tmp_path), model="test-32", batch_size=8, seconds=0.2))
     assert found["data"] == {"progressive": 0.0, "oversize": pytest.approx(384 * 288 / 32**2), "quarantined": 0}
     known = found["measured"]
     rates = ("rate", "read_rate", "decode_rate", "loader_rate", "model_rate", "double_rate")
@@ -173,14 +194,35 @@ def test_a_diagnosis_from_trials_alone(tmp_path: Path) -> None:
     assert [stage["slowest"] for stage in found["stages"]].count(True) == 1
     assert found["verdict"] in (*THRESHOLDS, "not_input_bound") and found["fixes"][0]["cause"] == found["cause"]
     json.dumps(found)
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(diagnose.render(found))
+    page = shown(found)
     for words in ("A step", "Stages", "← bottleneck", "What to do", "times the area of the model's input"):
-        assert words in capture.get()
+        assert words in page
 
 
-@pytest.mark.parametrize("kind", ["threads", "batch", "local", "smaller"])
+def test_a_fix_that_cannot_be_tried_is_skipped_and_named(tmp_path: Path) -> None:
+    bench = bench_of(make_large(tmp_path))
+    fixes = [
+        {"fix": "more cores", "predicted_gain": 0.9, "apply": None},
+        {"fix": "smaller pictures", "predicted_gain": 0.5, "apply": "smaller"},
+    ]
+    before = Evidence(wait_share=0.0, steps=9, rate=1.0)
+    config = DiagnoseConfig(work=str(tmp_path), apply=1, seconds=0.05)
+    applied = diagnose._apply(config, fixes, bench, before)
+    assert (applied["number"], applied["fix"]) == (2, "smaller pictures") and applied["measured_gain"] > -1
+    assert applied["note"] == "Fix 1 (more cores) cannot be tried from here."
+    assert diagnose._apply(dataclasses.replace(config, apply=2), fixes, bench, before)["note"] is None
+
+
+def test_too_few_samples_to_try_a_fix_on_leave_the_diagnosis(tmp_path: Path) -> None:
+    bench = bench_of(make_large(tmp_path, 8))
+    bench.batch_size = 100  # more than there are
+    fixes = [{"fix": "smaller pictures", "predicted_gain": 0.5, "apply": "smaller"}]
+    before = Evidence(wait_share=0.0, steps=9, rate=1.0)
+    applied = diagnose._apply(DiagnoseConfig(work=str(tmp_path), apply=1, seconds=0.05), fixes, bench, before)
+    assert applied["fix"] is None and "at least one batch of 100 samples" in applied["note"]
+
+
+@pytest.mark.parametrize("kind", ["threads", "batch", "local", "smaller", "precision"])
 def test_every_remedy_can_be_tried(tmp_path: Path, kind: str) -> None:
     trial = remedies.measure(kind, bench_of(make_large(tmp_path), threads=1), 0.05)
     assert trial.rate > 0 and trial.places["decode"]["n"] == trial.steps

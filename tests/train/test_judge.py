@@ -66,6 +66,32 @@ def test_gains_are_what_the_rehearsal_did_as_long_as_the_bytes_come() -> None:
     assert judge(CASES["read_bound"])["fixes"][0]["predicted_gain"] is None
 
 
+def test_what_can_be_tried_and_gains_comes_first() -> None:
+    shared = dataclasses.replace(CASES["cores_shared"], oversize=10.0, rehearsed={"smaller": 700})
+    first, second = judge(shared)["fixes"]
+    assert (first["apply"], second["apply"]) == ("smaller", None)  # though more cores would gain more
+    assert second["predicted_gain"] > first["predicted_gain"] == pytest.approx(700 / 500 - 1)
+    assert judge(dataclasses.replace(shared, rehearsed={"smaller": 501}))["cause"] == "shared_cores"
+
+
+def test_a_type_that_the_device_multiplies_slowly() -> None:
+    slow = dataclasses.replace(CASES["not_input_bound"], precision="bf16", native="fp32", rehearsed={"precision": 9000})
+    found = judge(slow)
+    assert (found["verdict"], found["cause"]) == ("not_input_bound", "slow_precision")
+    assert found["fixes"][0]["apply"] == "precision" and found["fixes"][0]["predicted_gain"] > 8
+    both_16_bits = judge(dataclasses.replace(slow, precision="fp16", native="bf16"))
+    assert both_16_bits["cause"] == "compute"
+
+
+def test_a_gpu_that_idles_while_nobody_waits() -> None:
+    """Of a run alone, whose rows say how busy the GPUs were."""
+    idle = Evidence(wait_share=0.01, rate=900, gpu=True, steps=100, busy=0.4)
+    found = judge(idle)
+    assert found["verdict"] == "overhead_bound" and "idle for 60%" in found["says"]
+    assert judge(dataclasses.replace(idle, busy=0.95))["verdict"] == "not_input_bound"
+    assert judge(dataclasses.replace(idle, wait_share=0.5))["verdict"] == "decode_bound"
+
+
 def test_few_steps_or_sources_that_disagree_lower_the_confidence() -> None:
     clear = CASES["decode_bound"]
     assert judge(dataclasses.replace(clear, steps=3))["confidence"] == "low"
