@@ -10,7 +10,8 @@ is measured by one evaluator, ours, on the 1,000 test photographs with all 5,000
 They agree where the difference of their means over the seeds is no larger than the spread of the seeds (largest minus
 least, of the trainer where it is larger).
 
-    python -m bench.parity --data DIR [--work DIR] [--seeds 0 1] [--epochs 5] [--json]
+    python -m bench.parity --data DIR [--work DIR] [--model small-112] [--precision bf16] [--seeds 0 1] [--epochs 5]
+        [--json]
 
 DIR holds images/, captions.tsv and images.tsv (see bench.flickr8k). A run in --work that is finished is not repeated.
 Result: docs/results/parity.md, rewritten by this command, with parity.svg.
@@ -26,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,20 @@ from bench.sides import ROOT, first_weights, pairmill
 
 PAGE = ROOT / "docs" / "results" / "parity.md"
 TRAINERS = ("pairmill", "open_clip")
-MODEL, BATCH, LR, WD, CROP = "small-112", 100, 1e-3, 0.2, 0.9
+BATCH, LR, WD, CROP = 100, 1e-3, 0.2, 0.9
 THEIR_NAMES = {"bf16": "amp_bf16", "fp32": "fp32"}
 COLOURS = {"pairmill": "#36c", "open_clip": "#c63"}
 WINDOW = 10  # steps a point of the curves covers
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What both trainers are told alike."""
+
+    model: str
+    precision: str
+    epochs: int
+    seeds: tuple[int, ...]
 
 
 # -- what both are given ------------------------------------------------------------------------------------------------
@@ -63,20 +75,20 @@ def prepare(data: Path, work: Path, port: int) -> None:
 # -- the two trainers ---------------------------------------------------------------------------------------------------
 
 
-def train_ours(work: Path, seed: int, epochs: int, per_epoch: int, precision: str) -> None:
+def train_ours(work: Path, setup: Setup, seed: int, per_epoch: int) -> None:
     """A run called `seedN` in `work`/train; it goes on where it was stopped."""
     pairmill(
-        "train", "--work", str(work / "train"), "--name", f"seed{seed}", "--model", MODEL, "--batch-size", str(BATCH),
-        "--epochs", str(epochs), "--lr", str(LR), "--warmup", str(per_epoch), "--wd", str(WD), "--grad-clip", "0",
+        "train", "--work", str(work / "train"), "--name", f"seed{seed}", "--model", setup.model, "--batch-size", str(BATCH),
+        "--epochs", str(setup.epochs), "--lr", str(LR), "--warmup", str(per_epoch), "--wd", str(WD), "--grad-clip", "0",
         "--crop", str(CROP), "--seed", str(seed), "--init", str(work / f"first{seed}"), "--val", str(work / "test"),
-        "--eval-every", str(per_epoch), "--checkpoint-every", "0", "--precision", precision,
+        "--eval-every", str(per_epoch), "--checkpoint-every", "0", "--precision", setup.precision,
     )  # fmt: skip
 
 
-def train_theirs(work: Path, seed: int, epochs: int, per_epoch: int, precision: str) -> None:
+def train_theirs(work: Path, setup: Setup, seed: int, per_epoch: int) -> None:
     """A run called `seedN` in `work`/open_clip, with a checkpoint an epoch."""
     logs = work / "open_clip"
-    if (logs / f"seed{seed}" / "checkpoints" / f"epoch_{epochs}.pt").exists():
+    if (logs / f"seed{seed}" / "checkpoints" / f"epoch_{setup.epochs}.pt").exists():
         return
     shutil.rmtree(logs / f"seed{seed}", ignore_errors=True)
     shards = sorted((work / "train" / "shards").glob("*.tar"))
@@ -85,8 +97,8 @@ def train_theirs(work: Path, seed: int, epochs: int, per_epoch: int, precision: 
         str(peer_python("open_clip")), "-m", "open_clip_train.main", "--model", f"local-dir:{work / f'first{seed}'}",
         "--name", f"seed{seed}", "--logs", str(logs), "--dataset-type", "webdataset", "--seed", str(seed),
         "--train-data", str(work / "train" / "shards" / f"{numbers}.tar"), "--train-num-samples", str(BATCH * per_epoch),
-        "--batch-size", str(BATCH), "--epochs", str(epochs), "--lr", str(LR), "--warmup", str(per_epoch), "--wd", str(WD),
-        "--beta1", "0.9", "--beta2", "0.98", "--eps", "1e-6", "--precision", THEIR_NAMES[precision], "--workers", "1",
+        "--batch-size", str(BATCH), "--epochs", str(setup.epochs), "--lr", str(LR), "--warmup", str(per_epoch), "--wd", str(WD),
+        "--beta1", "0.9", "--beta2", "0.98", "--eps", "1e-6", "--precision", THEIR_NAMES[setup.precision], "--workers", "1",
         "--log-every-n-steps", "1", "--aug-cfg", f"scale=({CROP},1.0)",
     ]  # fmt: skip
     subprocess.run(command, stdout=sys.stderr, cwd=logs.parent, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=True)
@@ -112,13 +124,13 @@ def recalls_of_ours(work: Path, seed: int) -> list[dict[str, float]]:
     return [row["retrieval"] for row in map(json.loads, rows)]
 
 
-def recalls_of_theirs(work: Path, seed: int, epochs: int) -> list[dict[str, float]]:
+def recalls_of_theirs(work: Path, setup: Setup, seed: int) -> list[dict[str, float]]:
     """The same of open_clip's checkpoints, by our evaluator."""
     place = work / "open_clip" / f"seed{seed}"
     known = place / "recalls.json"
     if not known.exists():
-        names = [str(place / "checkpoints" / f"epoch_{epoch}.pt") for epoch in range(1, epochs + 1)]
-        given = ("--work", str(place), "--model", MODEL, "--val", str(work / "test"))
+        names = [str(place / "checkpoints" / f"epoch_{epoch}.pt") for epoch in range(1, setup.epochs + 1)]
+        given = ("--work", str(place), "--model", setup.model, "--val", str(work / "test"))
         found = [pairmill("eval", "--checkpoint", name, *given) for name in names]
         known.write_text(json.dumps([one["retrieval"] for one in found]))
     recalls: list[dict[str, float]] = json.loads(known.read_text())
@@ -128,23 +140,23 @@ def recalls_of_theirs(work: Path, seed: int, epochs: int) -> list[dict[str, floa
 # -- figures ------------------------------------------------------------------------------------------------------------
 
 
-def measure(data: Path, work: Path, seeds: list[int], epochs: int, precision: str, port: int) -> dict[str, Any]:
+def measure(data: Path, work: Path, setup: Setup, port: int) -> dict[str, Any]:
     """curves[trainer][seed] of (step, loss), recalls[trainer][seed] of one retrieval an epoch, steps an epoch."""
     prepare(data, work, port)
     listed = json.loads((work / "train" / "shards" / "shards.json").read_text())
     per_epoch = listed["samples"] // BATCH
     curves: dict[str, list[Any]] = {name: [] for name in TRAINERS}
     recalls: dict[str, list[Any]] = {name: [] for name in TRAINERS}
-    for seed in seeds:
+    for seed in setup.seeds:
         if not (work / f"first{seed}").exists():
-            first_weights(work / f"first{seed}", MODEL, seed)
-        train_ours(work, seed, epochs, per_epoch, precision)
-        train_theirs(work, seed, epochs, per_epoch, precision)
+            first_weights(work / f"first{seed}", setup.model, seed)
+        train_ours(work, setup, seed, per_epoch)
+        train_theirs(work, setup, seed, per_epoch)
         ours = curve_of_ours(work, seed)
         curves["pairmill"].append(ours)
         curves["open_clip"].append(curve_of_theirs(work, seed, [step for step, _ in ours]))
         recalls["pairmill"].append(recalls_of_ours(work, seed))
-        recalls["open_clip"].append(recalls_of_theirs(work, seed, epochs))
+        recalls["open_clip"].append(recalls_of_theirs(work, setup, seed))
     return {"curves": curves, "recalls": recalls, "per_epoch": per_epoch, "samples": listed["samples"]}
 
 
@@ -174,18 +186,17 @@ def compared(found: dict[str, Any], epochs: int) -> dict[str, dict[str, list[flo
     return values
 
 
-def page(
-    found: dict[str, Any], values: dict[str, dict[str, list[float]]], seeds: list[int], epochs: int, precision: str
-) -> str:
+def page(found: dict[str, Any], values: dict[str, dict[str, list[float]]], setup: Setup) -> str:
     """The results page."""
     lines = [
         "# The same model as open_clip's trainer",
         "",
-        "    python -m bench.parity --data /path/to/flickr8k",
+        f"    python -m bench.parity --data /path/to/flickr8k --model {setup.model} --precision {setup.precision} "
+        f"--epochs {setup.epochs} --seeds {' '.join(map(str, setup.seeds))}",
         "",
-        f"Run on {machine()} ({time.strftime('%Y-%m-%d')}). `{MODEL}`, {found['samples']:,} photographs of Flickr8k with their "
-        f"first captions, batch {BATCH}, {epochs} epochs of {found['per_epoch']} steps, {precision}, seeds "
-        f"{' and '.join(map(str, seeds))}; method in [bench/parity.py](../../bench/parity.py).",
+        f"Run on {machine()} ({time.strftime('%Y-%m-%d')}). `{setup.model}`, {found['samples']:,} photographs of Flickr8k "
+        f"with their first captions, batch {BATCH}, {setup.epochs} epochs of {found['per_epoch']} steps, {setup.precision}, "
+        f"seeds {', '.join(map(str, setup.seeds))}; method in [bench/parity.py](../../bench/parity.py).",
         "",
         "![loss and retrieval of both](parity.svg)",
         "",
@@ -253,6 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with images/, captions.tsv and images.tsv")
     parser.add_argument("--work", type=Path, default=Path("work-parity"), help="where shards and runs go")
+    parser.add_argument("--model", default="small-112", help="one of our shapes")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument(
@@ -261,11 +273,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8809, help="port of the local web server")
     parser.add_argument("--json", action="store_true", help="print the claims as JSON")
     options = parser.parse_args()
-    found = measure(
-        options.data, options.work.resolve(), options.seeds, options.epochs, options.precision, options.port
-    )
+    setup = Setup(options.model, options.precision, options.epochs, tuple(options.seeds))
+    found = measure(options.data, options.work.resolve(), setup, options.port)
     values = compared(found, options.epochs)
-    PAGE.write_text(page(found, values, options.seeds, options.epochs, options.precision), encoding="utf-8")
+    PAGE.write_text(page(found, values, setup), encoding="utf-8")
     PAGE.with_suffix(".svg").write_text(drawn(found, options.epochs))
     claims = []
     for name, both in values.items():
