@@ -91,7 +91,7 @@ def inputs(folder: Folder) -> str:
     Raises:
         InputError: they are not.
     """
-    pairs = fingerprint(folder, "ingest/parts/*.parquet")
+    pairs = fingerprint(folder, "ingest/parts/*.parquet", catalog.SCORES)
     decided = read_settings(folder).get("dedup", {}).get("inputs", pairs)
     if decided != pairs:
         raise InputError(f"the pairs in {folder} are not those that dedup decided on; run `pairmill dedup` again first")

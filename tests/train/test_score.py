@@ -18,6 +18,10 @@ from core.errors import InputError, WorkFolderError
 from core.images import encode_jpeg, read_header
 from core.schema import pair_schema
 from core.storage import Folder
+from dedup.config import DedupConfig
+from dedup.keep import run as dedup
+from shardkit.config import ShardConfig
+from shardkit.pack import run as shard
 from tests.train.shards import photograph
 from train import checkpoint
 from train.config import ScoreConfig
@@ -122,3 +126,10 @@ def test_nothing_to_score_or_to_score_with(work: Path) -> None:
     make_pairs(work, 0, ["a", "b"])
     with pytest.raises(InputError, match="expected weights at"):
         run(ScoreConfig(work=str(work), checkpoint=str(work / "nowhere")))
+
+
+def test_scored_pairs_become_shards(work: Path) -> None:
+    make_pairs(work, 0, ["a red thing", "something blue", "two green ones", "a rather longer caption"])
+    run(ScoreConfig(work=str(work), device="cpu", precision="fp32"))
+    dedup(DedupConfig(work=str(work), workers=1, where="clip_score > -1"))
+    assert shard(ShardConfig(work=str(work), size=(32,), workers=1))["captions"] == 4
