@@ -62,6 +62,10 @@ class Matches:
     def reason(self) -> str:
         return f"against:{self.items.source.name}"
 
+    def take(self, rows: I64) -> Matches:
+        """Of these pairs, among which are all that match."""
+        return Matches(self.items, self.row[rows], self.kind[rows], self.similarity[rows], self.hit)
+
     def table(self, uid: pa.Array) -> pa.Table:
         """One row a pair that matches, with the set's item and caption."""
         at = np.flatnonzero(self.row >= 0)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 HOME = "dedup/captions"
 ROWS = 200_000  # a part: some seconds of work
+_GROUP = 10_000  # rows read for one caption
 _READERS = {
     "parquet": "read_parquet({})",
     "csv": "read_csv({}, header = true, all_varchar = true)",
@@ -92,13 +93,24 @@ def at(folder: Folder, parts: str, rows: npt.NDArray[np.integer[Any]]) -> pa.Chu
         start = stop
         if len(wanted):
             with opened(folder, name) as file:
-                table = file.read(columns=["caption", *({"outcome"} & set(file.schema_arrow.names))])
-            if "outcome" in table.column_names:
-                table = table.filter(pc.equal(table["outcome"], Outcome.OK.value))
-            found += table["caption"].take(pa.array(wanted)).chunks
+                if "outcome" in file.schema_arrow.names:
+                    fetched = pc.equal(file.read(columns=["outcome"])["outcome"], Outcome.OK.value)
+                    wanted = np.flatnonzero(fetched)[wanted]
+                found += _rows(file, "caption", wanted).chunks
     back = np.empty(len(rows), np.int64)
     back[order] = np.arange(len(rows))
     return pa.chunked_array(found).take(pa.array(back))
+
+
+def _rows(file: pq.ParquetFile, name: str, rows: npt.NDArray[np.integer[Any]]) -> pa.ChunkedArray:
+    """A column at these rows, ascending; only their row groups are read."""
+    sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+    starts = np.cumsum(sizes) - sizes
+    group = np.searchsorted(starts, rows, "right") - 1
+    needed = np.flatnonzero(np.bincount(group))
+    before = np.cumsum(np.asarray(sizes)[needed]) - np.asarray(sizes)[needed]
+    inside = rows - starts[group] + before[np.searchsorted(needed, group)]
+    return file.read_row_groups(needed.tolist(), columns=[name])[name].take(pa.array(inside))
 
 
 def _batches(connection: duckdb.DuckDBPyConnection, source: str, config: DedupConfig) -> Iterator[pa.RecordBatch]:
@@ -148,4 +160,6 @@ def _write(folder: Folder, number: int, first: int, batch: pa.RecordBatch) -> No
     table = pa.table({"uid": uid, "unit": pa.repeat(unit, batch.num_rows), "row": rows, "caption": batch["caption"]})
     with folder.staged(f"{HOME}/{unit}.parquet") as path:
         # plain copies: the parts are read once, at once
-        pq.write_table(table, path, compression="none", use_dictionary=["unit"], write_statistics=False)
+        pq.write_table(
+            table, path, compression="none", use_dictionary=["unit"], write_statistics=False, row_group_size=_GROUP
+        )

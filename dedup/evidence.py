@@ -46,6 +46,18 @@ class Pairs:
     def __len__(self) -> int:
         return int(self.table.num_rows)
 
+    def at(self, rows: I64) -> Pairs:
+        """The pairs at these rows, ascending, where all that have anything in common with one of them are among them.
+
+        Its table has what a decision reads; numbers of word sets and hashes stay what they are.
+        """
+        place = np.empty(len(self), np.int32)
+        place[rows] = np.arange(len(rows), dtype=np.int32)
+        columns = {name: place[self.numbers(name)[rows]] for name in ("url_row", "body_row", "text_row")}
+        columns |= {name: self.numbers(name)[rows] for name in ("set_number", "hash_row", "rank", "signed_row")}
+        uid = self.table["uid"].take(pa.array(rows))
+        return Pairs(pa.table({"uid": uid, **columns}), self.hashes_of)
+
     def numbers(self, name: str) -> npt.NDArray[Any]:
         return np.asarray(self.table[name].to_numpy())
 
@@ -64,12 +76,17 @@ class Pairs:
         return self.numbers("set_key")
 
     def numbered(self) -> pa.Table:
-        """Columns `url_row`, `body_row`, `text_row`, `set_number`, `hash_row` and `rank`, all int32."""
+        """Columns `url_row`, `body_row`, `text_row`, `set_number`, `hash_row` and `rank`, all int32, and `shares`: whether
+        another pair is the same in any of these but the rank."""
         columns = {
             "url_row": self.url, "body_row": self.body, "text_row": self.same_text, "set_number": self.set_number,
             "hash_row": self.hash_row, "rank": self.rank,
         }  # fmt: skip
-        return pa.table({name: pa.array(values.astype(np.int32)) for name, values in columns.items()})
+        shares = np.zeros(len(self), bool)
+        for label in (self.url, self.body, self.same_text, self.set_number, self.hash_row):
+            shares |= (np.bincount(label + 1) > 1)[label + 1] & (label >= 0)
+        numbers = {name: pa.array(values.astype(np.int32)) for name, values in columns.items()}
+        return pa.table(numbers | {"shares": shares.view(np.int8)})
 
     @cached_property
     def url(self) -> I64:
@@ -164,9 +181,15 @@ def bytes_of(column: pa.ChunkedArray, rows: I64 | None = None) -> npt.NDArray[np
 
 @dataclass(frozen=True)
 class Likeness:
-    """Exact similarity of pairs given by row numbers. `sets_of()` gives the token sets by set number."""
+    """Exact similarity of pairs given by row numbers: of captions that of their edge, else of their word sets.
+
+    Args:
+        captions: edges between set numbers, ascending.
+        sets_of: loads the word sets by set number.
+    """
 
     pairs: Pairs
+    captions: Edges
     sets_of: Callable[[], Sets]
 
     def image(self, a: I64, b: I64) -> F32:
@@ -195,9 +218,19 @@ class Likeness:
         kind = np.full(len(a), KINDS.index("minhash"), np.int8)
         kind[pairs.same_text[a] == pairs.same_text[b]] = KINDS.index("caption")
         other = np.flatnonzero((similarity == 0) & (sets_a >= 0) & (sets_b >= 0))
-        if len(other):
-            similarity[other] = jaccard(self.sets_of(), sets_a[other], sets_b[other])
+        similarity[other] = self._of_sets(sets_a[other], sets_b[other])
         return similarity, kind
+
+    def _of_sets(self, a: I64, b: I64) -> F32:
+        edges = self.captions
+        similarity, known = np.zeros(len(a), np.float32), np.zeros(len(a), bool)
+        if len(edges.a):
+            keys, wanted = (edges.a << 32) | edges.b, (np.minimum(a, b) << 32) | np.maximum(a, b)
+            at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+            similarity, known = edges.similarity[at], keys[at] == wanted
+        if len(rest := np.flatnonzero(~known)):
+            similarity[rest] = jaccard(self.sets_of(), a[rest], b[rest])
+        return similarity
 
     def of_removals(self, decisions: Decisions) -> tuple[F32, npt.NDArray[np.int8]]:
         """Similarity and kind of evidence of each pair that has a survivor, else 0 and -1: of the looser side where it rests
@@ -216,6 +249,18 @@ class Likeness:
         of_all, kind_of_all = np.zeros(len(self.pairs), np.float32), np.full(len(self.pairs), -1, np.int8)
         of_all[rows], kind_of_all[rows] = similarity, kind
         return of_all, kind_of_all
+
+
+def in_company(pairs: Pairs, captions: Edges, pictures: Edges) -> npt.NDArray[np.bool_]:
+    """Which pairs have anything in common with another, similar word sets and pictures included."""
+    found = pairs.numbers("shares") != 0
+    for edges, name in ((captions, "set_number"), (pictures, "hash_row")):
+        if len(edges.a):
+            number = pairs.numbers(name)
+            near = np.zeros(int(number.max()) + 2, bool)  # the last is that of no number
+            near[edges.a] = near[edges.b] = True
+            found |= near[number]
+    return found
 
 
 def image_groups(pairs: Pairs, edges: Edges) -> tuple[I64, I64]:

@@ -27,17 +27,17 @@ from core.work import Stage, fingerprint, open_stage
 from dedup import against, balance, bands, boilerplate, captions, evalsets, filters, oracle, policy
 from dedup.clusters import components, smallest_of
 from dedup.config import DedupConfig
-from dedup.evidence import Likeness, Pairs, image_groups
+from dedup.evidence import Likeness, Pairs, image_groups, in_company
 from dedup.publish import CLUSTERS, DECISIONS, publish
 from dedup.sign import digests_of, sign, units_of, unsigned
 from dedup.store import Store, forget
 
 if TYPE_CHECKING:
-
     import duckdb
     from rich.console import RenderableType
 
     from dedup.filters import Verdicts
+    from dedup.match import Edges
 
 log = logging.getLogger("pairmill.dedup")
 I64 = npt.NDArray[np.int64]
@@ -186,52 +186,62 @@ class _Decider:
 
     def run(self, verdicts: Verdicts | None, evaluated: list[evalsets.Items]) -> dict[str, Any]:
         """Decide, publish unless it is a dry run, and sum up."""
-        pairs = self.store.pairs(keys=bool(evaluated))
-        copies = pairs.numbers("copies").astype(np.int64)
-        read = int(copies.sum())
-        verdicts = None if verdicts is None else verdicts.take(np.cumsum(copies) - copies)
-        sets = functools.cache(lambda: self.store.sets(int(pairs.set_number.max(initial=-1)) + 1))
-        groups, measured = self._groups(pairs)
-        likeness = Likeness(pairs, sets)
+        every = self.store.pairs(keys=bool(evaluated))
+        sets = int(every.numbers("set_number").max(initial=-1)) + 1
+        copies = every.numbers("copies")
+        read = int(copies.sum(dtype=np.int64))
+        verdicts = None if verdicts is None else verdicts.take(np.cumsum(copies, dtype=np.int64) - copies)
+        matches = [against.match(every, self.store.sets(sets), items, self.config) for items in evaluated]
+        pictures = self.store.image_edges(every).at_least(1 - self.config.image_bits / 256)
+        found = self.store.caption_edges(every, self.config.threshold, self.config.minhash)
+        similar, sample = (edges.at_least(self.config.threshold) for edges in found)
+        # the others stay, like no other, which is said by saying nothing of them
+        rows = np.flatnonzero(in_company(every, similar, pictures) | self._in_question(len(every), verdicts, matches))
+        pairs = every.at(rows)
+        verdicts, matches = verdicts and verdicts.take(rows), [found.take(rows) for found in matches]
+        of_set = components(sets, similar.a, similar.b)
+        groups = _groups(pairs, pictures, of_set)
+        crowd = np.bincount(groups.caption, minlength=1)[groups.caption] > 2  # of two alike the edge says all
+        likeness = Likeness(pairs, similar, functools.cache(lambda: self.store.sets(sets, pairs.set_number[crowd])))
         holdout = np.zeros(len(pairs), bool) if verdicts is None or verdicts.holdout is None else verdicts.holdout
-        matches = [against.match(pairs, sets(), items, self.config) for items in evaluated]
         decisions = policy.Decisions.all_kept(len(pairs))
         rules = self._conditions(decisions, ~holdout, pairs, verdicts, matches, groups)
         policy.resolve(decisions, ~holdout, groups, pairs.rank, _rules(self.config), likeness.image, likeness.caption)
         if not self.config.dry_run:
             publish(self.store.folder, pairs, groups, decisions, holdout, likeness, matches)
         largest = self._largest(pairs, groups.caption)
-        empty = boilerplate.counts(pairs.numbers("boilerplate"))
-        _alarm(largest, empty, len(pairs))
+        empty = boilerplate.counts(every.numbers("boilerplate"))
+        _alarm(largest, empty, len(every))
         dropped = decisions.counts()
-        if read > len(pairs):
-            dropped["repeated_row"] = read - len(pairs)
+        kept = len(every) - sum(dropped.values())
+        if read > len(every):
+            dropped["repeated_row"] = read - len(every)
         return {
             "pairs": read,
-            "kept": int(decisions.kept.sum()),
+            "kept": kept,
             "dropped": dropped,
             "clusters": _count(decisions.cluster),
             "holdout": int(holdout.sum()),
-            "image_groups": _count(groups.image),
+            "image_groups": _count(groups.image) + len(every) - len(pairs),
             "rules": rules,
             "against": [found.report(decisions.has(found.reason)) for found in matches],
             "expected_recall": _expected_recall(self.config.threshold),
-            "measured": measured,
+            "measured": oracle.measured(sample, similar, of_set),
             "largest": largest,
             "boilerplate": empty,
         }
 
-    def _groups(self, pairs: Pairs) -> tuple[policy.Groups, dict[str, Any]]:
-        """Who is the same as whom, for all fetched pairs; and what an exact oracle says of a sample of that."""
-        config = self.config
-        pictures = self.store.image_edges(pairs).at_least(1 - config.image_bits / 256)
-        image = components(len(pairs), *image_groups(pairs, pictures))
-        found = self.store.caption_edges(pairs, config.threshold, config.minhash)
-        similar, sample = (edges.at_least(config.threshold) for edges in found)
-        of_set = components(int(pairs.set_number.max(initial=-1)) + 1, similar.a, similar.b)
-        caption, worded = np.arange(len(pairs)), np.flatnonzero(pairs.set_number >= 0)
-        caption[worded] = worded[smallest_of(of_set[pairs.set_number[worded]])]
-        return policy.Groups(pairs.url, image, pairs.same_text, caption), oracle.measured(sample, similar, of_set)
+    def _in_question(self, count: int, verdicts: Verdicts | None, matches: list[against.Matches]) -> Mask:
+        """Which pairs a condition may have something to say of."""
+        found = np.full(count, bool(self.config.balance))
+        if verdicts is not None:
+            for passes in verdicts.passes:
+                found |= ~passes
+            if verdicts.holdout is not None:
+                found |= verdicts.holdout
+        for match in matches:
+            found |= match.row >= 0
+        return found
 
     def _largest(self, pairs: Pairs, caption: I64) -> list[dict[str, Any]]:
         """The largest groups of near-equal captions, each with its first caption."""
@@ -263,6 +273,19 @@ class _Decider:
             alone, left = (entries.keeps(m, self.config.balance, draws) for m in (free, free & decisions.kept))
             counts.append(_apply(decisions, "balance", free & ~left) | {"alone": int((free & ~alone).sum())})
         return counts
+
+
+def _groups(pairs: Pairs, pictures: Edges, of_set: I64) -> policy.Groups:
+    """Who is the same as whom.
+
+    Args:
+        pictures: edges between the same pictures.
+        of_set: the group of each word set.
+    """
+    image = components(len(pairs), *image_groups(pairs, pictures))
+    caption, worded = np.arange(len(pairs)), np.flatnonzero(pairs.set_number >= 0)
+    caption[worded] = worded[smallest_of(of_set[pairs.set_number[worded]])]
+    return policy.Groups(pairs.url, image, pairs.same_text, caption)
 
 
 def _apply(decisions: policy.Decisions, reason: str, fails: Mask) -> dict[str, Any]:

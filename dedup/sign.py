@@ -146,16 +146,21 @@ def _whole(folder: Folder, name: str, kind: str) -> Iterator[None]:
 
 
 def stored_sets(folder: Folder) -> Iterator[pa.Table]:
-    """Every part's distinct sets (SETS), mapped into memory where they lie on a disk.
+    """Every part's distinct sets (SETS), as `mapped` reads them."""
+    for name in folder.list("dedup/sets/*.arrow"):
+        yield mapped(folder, name)
+
+
+def mapped(folder: Folder, name: str) -> pa.Table:
+    """The table of an Arrow file, mapped into memory where it lies on a disk.
 
     Raises:
-        DataError: a file is not whole.
+        DataError: the file is not whole.
     """
-    for name in folder.list("dedup/sets/*.arrow"):
-        with _whole(folder, name, "Arrow"):
-            source = folder.open(name) if folder.local is None else pa.memory_map(folder.path(name))
-            with pa.ipc.open_file(source) as file:
-                yield file.read_all()
+    with _whole(folder, name, "Arrow"):
+        source = folder.open(name) if folder.local is None else pa.memory_map(folder.path(name))
+        with source, pa.ipc.open_file(source) as file:
+            return file.read_all()
 
 
 def _maker(folder: Folder, name: str) -> str:

@@ -1,6 +1,7 @@
 """What deciding reads, as it lies in the work folder: pairs in order, word sets, picture hashes and verified edges.
 
-Each file carries the digest of the signatures it was made from, and is made anew for any others.
+Each file carries the digest of the signatures it was made from, and is made anew for any others. They are Arrow files, mapped
+into memory where they lie on a disk, so that a decision reads no more of them than it is about.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from dedup.bands import Share, rows_for
 from dedup.config import MOST_BITS
 from dedup.evidence import Hashes, Pairs, bytes_of
 from dedup.match import Edges
-from dedup.sign import SIGNATURES, VERSION, opened, stored_sets, unpacked
-from dedup.tokens import Sets
+from dedup.sign import SIGNATURES, VERSION, mapped, opened, stored_sets, unpacked
+from dedup.tokens import Sets, segments
 
 if TYPE_CHECKING:
     import duckdb
@@ -36,7 +37,7 @@ U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
 _MARK = b"pairmill.made_from"
-HASHES, NUMBERS = "dedup/edges/hashes.parquet", "dedup/edges/set_numbers.parquet"
+ROWS, HASHES, NUMBERS = (f"dedup/edges/{name}.arrow" for name in ("pairs", "hashes", "set_numbers"))
 KEYS = ("caption_key", "url_key", "bytes_key")  # what only comparisons with other data need
 _NUMBERED_FROM = (*KEYS, "set_key", "words", "pixels", "image_hash", "image_hash_mirrored")
 
@@ -62,8 +63,8 @@ class Store:
         Beside those of `Pairs.numbered` the table has the columns `uid`, `signed_row` (among all signatures, part after part),
         `copies` (rows of this uid) and `boilerplate`, and with `keys` those of KEYS.
         """
-        table = self._marked(PAIRS)
-        if table is None or self._marked(HASHES) is None or self._marked(NUMBERS) is None:
+        table = self._marked(ROWS)
+        if table is None or not self.folder.exists(PAIRS):
             table = self._number()
             pa.default_memory_pool().release_unused()  # what it was made from is twice as large, and edges need the room
         for name in KEYS if keys else ():
@@ -93,7 +94,9 @@ class Store:
         ]
         self._write(HASHES, pa.table(hashes, ["image_hash", "image_hash_mirrored"]))
         self._write(NUMBERS, pa.table({"number": self._set_numbers(pairs.set_keys)}))
-        self._write(PAIRS, table)
+        with self.folder.staged(PAIRS) as path:  # what the view `decisions` reads
+            pq.write_table(table.select(["uid"]), path, compression="none", use_dictionary=False)
+        self._write(ROWS, table)  # last: where it is, the others are
         return table
 
     def _in_order(self) -> I64 | None:
@@ -128,9 +131,15 @@ class Store:
             numbers.append(np.where(new, at, np.int32(-1)))
         return pa.array(np.concatenate(numbers))
 
-    def sets(self, count: int) -> Sets:
-        """The first `count` word sets by set number; one of fewer than five words is not stored and is empty."""
-        return _sets(self.folder.url, self.of, count)
+    def sets(self, count: int, among: I64 | None = None) -> Sets:
+        """The first `count` word sets by set number; one of fewer than five words is not stored and is empty.
+
+        Args:
+            among: the numbers of those that are needed; others may be empty.
+        """
+        if among is None or _sets.cache_info().currsize:
+            return _sets(self.folder.url, self.of, count)
+        return _read_sets(self.folder, self.of, count, among)
 
     # ---- edges ---------------------------------------------------------------------------------------------------------
 
@@ -158,7 +167,7 @@ class Store:
 
     def _edges(self, name: str, how: str, make: Callable[[], Edges]) -> Edges:
         """These edges, read where they are there, else made and kept."""
-        path = f"dedup/edges/{name}.parquet"
+        path = f"dedup/edges/{name}.arrow"
         table = self._marked(path, how)
         if table is None:
             edges = make()
@@ -176,11 +185,9 @@ class Store:
         return _marked(self.folder, name, self.of, how)
 
     def _write(self, name: str, table: pa.Table, how: str = "") -> None:
-        with self.folder.staged(name) as path:
-            pq.write_table(
-                table.replace_schema_metadata({_MARK: _mark(self.of, how)}), path,
-                compression="none", use_dictionary=["copies", "boilerplate"], write_statistics=["uid"],
-            )  # fmt: skip
+        marked = table.replace_schema_metadata({_MARK: _mark(self.of, how)}).combine_chunks()
+        with self.folder.staged(name) as path, pa.ipc.new_file(path, marked.schema) as file:
+            file.write_table(marked)
 
 
 def forget() -> None:
@@ -194,12 +201,8 @@ def _mark(of: str, how: str) -> bytes:
 
 
 def _marked(folder: Folder, name: str, of: str, how: str = "") -> pa.Table | None:
-    if not folder.exists(name):
-        return None
-    with opened(folder, name) as file:
-        if (file.schema_arrow.metadata or {}).get(_MARK) != _mark(of, how):
-            return None
-        return file.read(use_threads=False)
+    table = mapped(folder, name) if folder.exists(name) else None
+    return None if table is None or (table.schema.metadata or {}).get(_MARK) != _mark(of, how) else table
 
 
 @functools.lru_cache(maxsize=1)
@@ -211,20 +214,28 @@ def _hashes(url: str, of: str) -> Hashes:
 
 @functools.lru_cache(maxsize=1)
 def _sets(url: str, of: str, count: int) -> Sets:
-    """`Store.sets`, which the driver and all units that one process does share."""
-    folder = Folder(url)
+    """All of `Store.sets`, which the driver and all units that one process does share."""
+    return _read_sets(Folder(url), of, count, None)
+
+
+def _read_sets(folder: Folder, of: str, count: int, among: I64 | None) -> Sets:
     table = _marked(folder, NUMBERS, of)
     assert table is not None
     numbers = table["number"].to_numpy()
+    wanted = np.zeros(count + 1, bool)  # the last is that of no number
+    wanted[slice(count) if among is None else among] = True
     starts, sizes = np.zeros(count, np.int64), np.zeros(count, np.int64)
     flats: list[U32] = []
     row = length = 0
     for part in stored_sets(folder):
         _, tokens, offsets = unpacked(part)
         number = numbers[row : row + part.num_rows]
-        use = slice(None) if number.min(initial=0) >= 0 else np.flatnonzero(number >= 0)
-        starts[number[use]] = offsets[:-1][use] + length
-        sizes[number[use]] = np.diff(offsets)[use]
+        use = np.flatnonzero(wanted[number])
+        begins, some = offsets[use], offsets[use + 1] - offsets[use]
+        if among is not None:
+            tokens, begins = segments(tokens, begins, some)
+        starts[number[use]] = begins[: len(use)] + length
+        sizes[number[use]] = some
         row, length = row + part.num_rows, length + len(tokens)
         flats.append(tokens)
     return Sets(

@@ -93,9 +93,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 def test_recall_and_precision_against_the_oracle(world: tuple[Path, list[str]]) -> None:
     work, captions = world
     truth = oracle(captions, THRESHOLD)
-    table = pq.read_table(work / "dedup" / "edges" / "captions-5.parquet").filter(
-        pa.compute.field("similarity") >= THRESHOLD
-    )
+    with pa.ipc.open_file(work / "dedup" / "edges" / "captions-5.arrow") as file:
+        table = file.read_all().filter(pa.compute.field("similarity") >= THRESHOLD)
     _, keys, _ = as_sets(pa.array(captions))
     rows = {int(k): i for i, k in reversed(list(enumerate(keys)))}
     number = np.unique(keys)  # sets are numbered in order of their keys

@@ -52,7 +52,7 @@ def test_results_do_not_depend_on_parts_order_or_workers(tmp_path: Path) -> None
 def test_deciding_again_reads_signatures_and_edges(tmp_path: Path) -> None:
     write_parts(tmp_path, _rows(300), sizes=[150])
     first = decide(tmp_path, policy="text", max_images_per_caption=1)
-    made = {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in (tmp_path / "dedup").rglob("*.parquet")}
+    made = {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in (tmp_path / "dedup").rglob("*")}
     again = decide(tmp_path, policy="text", max_images_per_caption=1, threshold=0.9)
     for path, stamp in made.items():
         if path.parent.name in ("signatures", "sets", "edges") or path.name == "pairs.parquet":
@@ -163,7 +163,7 @@ def test_datasketchs_signatures_lead_to_the_same_decisions(tmp_path: Path) -> No
     write_parts(tmp_path, _rows(120))
     decide(tmp_path, policy="text", max_images_per_caption=1, threshold=0.85)
     expected = decisions(tmp_path)
-    edges = tmp_path / "dedup" / "edges" / "captions-5.parquet"
+    edges = tmp_path / "dedup" / "edges" / "captions-5.arrow"
     stamp = edges.stat().st_mtime_ns
     decide(tmp_path, policy="text", max_images_per_caption=1, threshold=0.85, minhash="datasketch")
     assert edges.stat().st_mtime_ns != stamp
@@ -211,14 +211,14 @@ def test_captions_alone_have_no_pictures_to_compare(tmp_path: Path, policy: str)
         decide(tmp_path, captions="captions.csv", policy=policy)
 
 
-@pytest.mark.parametrize("name", ["signatures/u000000.parquet", "sets/u000000.arrow", "edges/captions-5.parquet"])
+@pytest.mark.parametrize("name", ["signatures/u000000.parquet", "sets/u000000.arrow", "edges/captions-5.arrow"])
 def test_own_files_cut_short_are_named(tmp_path: Path, name: str) -> None:
     write_parts(tmp_path, _rows(100))
     decide(tmp_path, policy="text")
     path = tmp_path / "dedup" / name
     path.write_bytes(path.read_bytes()[:-100])
     if name.startswith("sets"):
-        (tmp_path / "dedup" / "edges" / "captions-5.parquet").unlink()
+        (tmp_path / "dedup" / "edges" / "captions-5.arrow").unlink()
     with pytest.raises(DataError, match=path.name):
         decide(tmp_path, policy="text", threshold=0.9)
 
