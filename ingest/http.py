@@ -403,8 +403,9 @@ async def _next_chunk(response: aiohttp.ClientResponse) -> bytes:
         raise _Failure(Outcome.TRUNCATED, "the connection ended before the body did") from error
 
 
+@functools.cache
 def _tls_context() -> ssl.SSLContext:
-    return ssl.create_default_context()  # one for all requests: making one costs 24 ms
+    return ssl.create_default_context()  # one for all requests of a process: making one costs 24 ms
 
 
 def _decoded(body: bytes, coding: str | None, limit: int) -> bytes:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import http.server
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,7 +21,7 @@ import pytest
 
 from core.plan import Unit
 from ingest import decoding
-from tests.ingest.deadly import CRASHES, NEVER_ENDS
+from tests.ingest.deadly import CRASHES, NEVER_ENDS, STOP, WAITS
 from tests.ingest.server import picture
 
 ROOT = Path(__file__).parent.parent.parent
@@ -32,12 +36,9 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[str]:
-    """Twelve pictures as files, three of them deadly, and the base URL under which they are served."""
+    """The base URL under which `tmp_path / "files"` is served."""
     folder = tmp_path / "files"
     folder.mkdir()
-    deadly = {3: CRASHES, 7: NEVER_ENDS, 8: CRASHES}
-    for i in range(12):
-        (folder / f"{i}.jpg").write_bytes(picture(i) + deadly.get(i, b""))
     handler = functools.partial(Quiet, directory=folder)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -47,25 +48,82 @@ def files(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_deadly_pictures_cost_their_rows_only(tmp_path: Path, files: str, workers: int) -> None:
+def command(tmp_path: Path, files: str, marks: dict[int, bytes], work: str, workers: int) -> list[str]:
+    """A run on twelve pictures, of which some carry a mark."""
+    for i in range(12):
+        (tmp_path / "files" / f"{i}.jpg").write_bytes(picture(i) + marks.get(i, b""))
     urls = [f"{files}/{i}.jpg" for i in range(12)]
     pq.write_table(pa.table({"url": urls, "caption": [f"picture {i}" for i in range(12)]}), tmp_path / "list.parquet")
     settings = {
-        "urls": str(tmp_path / "list.parquet"), "work": str(tmp_path / "work"), "workers": workers, "unit_urls": 6,
+        "urls": str(tmp_path / "list.parquet"), "work": str(tmp_path / work), "workers": workers, "unit_urls": 6,
         "allow_private": True, "lang": False,
     }  # fmt: skip
-    command = [sys.executable, "-m", "tests.ingest.run_deadly", json.dumps(settings)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    return [sys.executable, "-m", "tests.ingest.run_deadly", json.dumps(settings)]
+
+
+def rows(work: Path) -> dict[str, dict[str, Any]]:
+    """Rows by the name of their file, each with its stored bytes, and without what another run may know differently."""
+    found = {}
+    for part in sorted((work / "ingest/parts").glob("*.parquet")):
+        for row in pq.read_table(part).drop_columns(["attempts", "elapsed_s", "fetched_at"]).to_pylist():
+            tar, offset, size = (row.pop(name) for name in ("tar", "tar_offset", "tar_size"))
+            data = None if tar is None else (work / tar).read_bytes()[offset : offset + size]
+            found[row["url"].rpartition("/")[2]] = {**row, "data": data}
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_deadly_pictures_cost_their_rows_only(tmp_path: Path, files: str, workers: int) -> None:
+    marks = {3: CRASHES, 7: NEVER_ENDS, 8: CRASHES}
+    run = command(tmp_path, files, marks, "work", workers)
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["outcomes"] == {"ok": 9, "corrupt": 3}
-    parts = sorted((tmp_path / "work/ingest/parts").glob("*.parquet"))
-    rows = [row for part in parts for row in pq.read_table(part).to_pylist()]
-    bad = {row["url"].rpartition("/")[2]: row for row in rows if row["outcome"] != "ok"}
+    bad = {name: row for name, row in rows(tmp_path / "work").items() if row["outcome"] != "ok"}
     assert sorted(bad) == ["3.jpg", "7.jpg", "8.jpg"]
     for name, row in bad.items():
-        assert row["detail"] == "its decoder crashed or did not end" and row["tar"] is None
+        assert row["detail"] == "its decoder crashed or did not end" and row["data"] is None
         assert row["bytes"] == (tmp_path / "files" / name).stat().st_size
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_killed_while_it_decodes_costs_one_row_at_most(
+    tmp_path: Path, files: str, workers: int, kills: int
+) -> None:
+    """kill -9 of the very process, in the middle of a picture: once, it costs nothing; twice, this one picture."""
+    stop = tmp_path / "stop"
+    stop.mkdir()
+    environment = {**os.environ, STOP: str(stop)}
+
+    def start(work: str) -> subprocess.Popen[str]:
+        run = command(tmp_path, files, {4: WAITS}, work, workers)
+        return subprocess.Popen(
+            run, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    process = start("work")
+    killed: set[str] = set()
+    while len(killed) < kills:
+        assert process.poll() is None, process.communicate()
+        for pid in {path.name for path in stop.iterdir()} - killed:
+            os.kill(int(pid), signal.SIGKILL)
+            killed.add(pid)
+        time.sleep(0.005)
+    (stop / "go").touch()
+    output, complaints = process.communicate(timeout=200)
+    assert process.returncode == 0, complaints
+    assert complaints.count("a worker died while decoding") == kills
+    calm = start("calm")
+    assert calm.communicate(timeout=200)[0] and calm.returncode == 0
+    found, undisturbed = rows(tmp_path / "work"), rows(tmp_path / "calm")
+    assert {row["outcome"] for row in undisturbed.values()} == {"ok"}
+    if kills == 2:
+        lost = found.pop("4.jpg")
+        assert (lost["outcome"], lost["detail"]) == ("corrupt", "its decoder crashed or did not end")
+        assert lost["sha256"] == undisturbed.pop("4.jpg")["sha256"]
+    assert json.loads(output)["ok"] == 13 - kills
+    assert found == undisturbed
 
 
 def test_one_death_condemns_nobody(tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ def test_certificates_are_verified(
 ) -> None:
     authority = Authority(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+    monkeypatch.setattr(http, "_tls_context", http._tls_context.__wrapped__)  # authorities are read once a process
     with Server(authority.context(kind)) as server:
         (got,) = fetch(server.url("/pic/1.jpg"), retries=2)
     if words is None:
