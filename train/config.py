@@ -7,7 +7,7 @@ from typing import Literal
 
 from core.config import StageConfig, UnitsConfig, setting
 
-Precision = Literal["auto", "bf16", "fp16", "fp32"]
+Precision = Literal["auto", "bf16", "fp16", "fp32", "int8", "fp8"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,9 +59,10 @@ class TrainConfig(StageConfig):
     0.999 suits some thousands of steps, 0.9999 more."""
     lock_image: bool = setting(False)
     """Train the text tower only, on the image tower that `init` brings (LiT)."""
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = setting("auto")
+    precision: Literal["auto", "bf16", "fp16", "fp32", "int8", "fp8"] = setting("auto")
     """Type of the matrix products; parameters and the loss stay in fp32 either way. `auto` takes bf16 where the device
-    multiplies it, else fp16 on GPUs and fp32 on CPUs; a run keeps what it began with."""
+    multiplies it, else fp16 on GPUs and fp32 on CPUs; a run keeps what it began with. `int8` and `fp8` (SwitchBack) take the
+    towers' linear layers in 8 bits on GPUs that can, the rest in bf16."""
     loss: Literal["clip", "siglip"] = setting("clip")
     """Symmetric softmax over the global batch, or SigLIP's pairwise sigmoid."""
     seed: int = setting(0)
@@ -128,7 +129,7 @@ class EvalConfig(StageConfig):
     zero_shot: str = setting("")
     """Folder of class folders with pictures; a folder's name is its class (underscores read as spaces). A file
     templates.txt beside them replaces the general caption templates: one a line, `{}` where the class name goes."""
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = setting("auto")
+    precision: Literal["auto", "bf16", "fp16", "fp32", "int8", "fp8"] = setting("auto")
     """Type of the matrix products, as in `train`."""
     device: Literal["auto", "cpu", "cuda"] = setting("auto")
     """Where to run; `auto` takes a GPU where there is one."""
@@ -146,7 +147,7 @@ class ScoreConfig(UnitsConfig):
     newest checkpoint of WORK/runs/main."""
     model: str = setting("")
     """Shape of the towers, needed only for bare weight files, which do not name theirs."""
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = setting("auto")
+    precision: Literal["auto", "bf16", "fp16", "fp32", "int8", "fp8"] = setting("auto")
     """Type of the matrix products, as in `train`."""
     device: Literal["auto", "cpu", "cuda"] = setting("auto", stable=False)
     """Where to run; `auto` takes a GPU where there is one."""

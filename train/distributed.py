@@ -43,6 +43,9 @@ M_TRIM_THRESHOLD = -1
 # CPU flags of units that multiply bf16: AMX and AVX-512 on x86, and Arm's.
 BF16_UNITS = {"amx_bf16", "avx512_bf16", "bf16", "svebf16"}
 
+# The compute capability of GPUs that multiply them: Ampere; Ada and Hopper.
+EIGHT_BITS = {"int8": (8, 0), "fp8": (8, 9)}
+
 
 @dataclass(frozen=True)
 class World:
@@ -95,9 +98,20 @@ def choose_precision(name: Precision, device: torch.device) -> Precision:
     """ "auto" takes bf16 where the device multiplies it, else fp16 on a GPU and fp32 on a CPU.
 
     A CPU without instructions for bf16 emulates it: some 80 times slower than fp32 (Zen 3).
+
+    Raises:
+        HardwareError: 8 bits were asked for, and the device has no such units.
     """
     import torch
 
+    if name in EIGHT_BITS:
+        needed, able = EIGHT_BITS[name], torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        if able < needed:
+            found = f"one of {able[0]}.{able[1]}" if device.type == "cuda" else "a CPU"
+            raise HardwareError(
+                f"--precision {name} needs a GPU of compute capability {needed[0]}.{needed[1]} or more, found {found}; use "
+                "--precision auto"
+            )
     if name != "auto":
         return name
     if device.type == "cuda":

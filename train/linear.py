@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from train.eightbit import fits, linear_8bit
+
 # Matrix units (AMX) want their rows packed, and oneDNN packs a transposed operand while it multiplies. From about this many
 # columns on a copy in advance is cheaper: 3,200 rows, 768 -> 3072, 32.6 -> 22.4 ms; but 256 -> 768 2.1 -> 2.5 ms.
 TRANSPOSED_MIN = 512
@@ -24,8 +26,13 @@ TRANSPOSED_MIN = 512
 BIAS_PRODUCT_MIN = 512
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x_RI @ weight_OI^T + bias_O in the type of `x`; the weights' gradients come in the weights' own type."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, eight_bits: str = "") -> Tensor:
+    """x_RI @ weight_OI^T + bias_O in the type of `x`; the weights' gradients come in the weights' own type.
+
+    `eight_bits` takes the products in "int8" or "fp8" where the sides allow it.
+    """
+    if eight_bits and fits(len(x), weight.shape[1], weight.shape[0], eight_bits):
+        return linear_8bit(x, weight, bias, eight_bits)
     if x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.ndim == 2 and weight.dtype == torch.float32:
         return _CpuLinear.apply(x, weight, bias)
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))

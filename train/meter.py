@@ -26,6 +26,7 @@ from train.data import Batch, Loader
 from train.distributed import World, gather_objects
 from train.memory import Watch
 from train.models import ModelConfig, flops_per_pair
+from train.towers import PRECISIONS
 
 PEAK_S = 0.3  # seconds spent on measuring the peak: on a busy machine the best of a few products is no peak
 WARM_STEPS = 2  # a process's first steps allocate, compile and fill caches
@@ -209,7 +210,7 @@ def peak_memory(device: torch.device) -> int:
 
 def peak_flops(ranks: World, precision: str) -> float:
     """Measured peak of all ranks together, operations a second: a large matrix product, the best of some, all at once."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    dtype = PRECISIONS[precision]  # of 8 bits: the peak of 16, as the works that report MFU do
     gpu = ranks.device.type == "cuda"
     side = 8192 if gpu else 1024
     a = torch.ones(side, side, dtype=dtype, device=ranks.device)

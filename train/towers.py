@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from core.errors import ConfigError
 from train.attention import Segment, attend, attend_one
+from train.eightbit import KINDS
 from train.linear import linear
 from train.models import MLP_RATIO, ModelConfig
 from train.resnet import ResNetTower
@@ -30,7 +31,8 @@ IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 INITIAL_LOG_SCALE = math.log(1 / 0.07)
 INITIAL_BIAS = -10.0  # SigLIP's
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
+              **dict.fromkeys(KINDS, torch.bfloat16)}  # fmt: skip
 
 # Rows of padding a text segment may hold before a new one is opened; each segment costs some 20 small calls a layer.
 SEGMENT_WASTE = 256
@@ -58,6 +60,8 @@ def _norm(x: Tensor, ln: nn.LayerNorm) -> Tensor:
 class Attention(nn.Module):
     """Weights of multi-head self-attention under the names of `nn.MultiheadAttention`."""
 
+    eight_bits = ""
+
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
         self.heads = heads
@@ -71,17 +75,19 @@ class Attention(nn.Module):
     def forward(self, x_RD: Tensor, segments: list[Segment], read_N: Tensor | None = None) -> Tensor:
         """Attention of all rows, or of the rows `read_N` (one a sample) only."""
         if read_N is None:
-            qkv = linear(x_RD, self.in_proj_weight, self.in_proj_bias)
+            qkv = linear(x_RD, self.in_proj_weight, self.in_proj_bias, self.eight_bits)
             out = attend(qkv, self.heads, segments, self.causal)
         else:
             width = x_RD.shape[1]
-            q = linear(x_RD[read_N], self.in_proj_weight[:width], self.in_proj_bias[:width])
-            kv = linear(x_RD, self.in_proj_weight[width:], self.in_proj_bias[width:])
+            q = linear(x_RD[read_N], self.in_proj_weight[:width], self.in_proj_bias[:width], self.eight_bits)
+            kv = linear(x_RD, self.in_proj_weight[width:], self.in_proj_bias[width:], self.eight_bits)
             out = attend_one(q, kv, self.heads, segments, read_N if self.causal else None)
-        return linear(out, self.out_proj.weight, self.out_proj.bias)
+        return linear(out, self.out_proj.weight, self.out_proj.bias, self.eight_bits)
 
 
 class Mlp(nn.Module):
+    eight_bits = ""
+
     def __init__(self, width: int, quick_gelu: bool) -> None:
         super().__init__()
         self.quick_gelu = quick_gelu
@@ -89,9 +95,9 @@ class Mlp(nn.Module):
         self.c_proj = nn.Linear(MLP_RATIO * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = linear(x, self.c_fc.weight, self.c_fc.bias)
+        h = linear(x, self.c_fc.weight, self.c_fc.bias, self.eight_bits)
         h = h * torch.sigmoid(1.702 * h) if self.quick_gelu else F.gelu(h)
-        return linear(h, self.c_proj.weight, self.c_proj.bias)
+        return linear(h, self.c_proj.weight, self.c_proj.bias, self.eight_bits)
 
 
 class Block(nn.Module):
@@ -220,7 +226,6 @@ class CLIP(nn.Module):
     def __init__(self, cfg: ModelConfig, precision: str = "fp32", logit_bias: bool = False) -> None:
         super().__init__()
         self.cfg = cfg
-        self.set_precision(precision)
         self.visual: VisionTower | ResNetTower = ResNetTower(cfg) if cfg.is_resnet else VisionTower(cfg)
         self.transformer = Transformer(cfg.text_width, cfg.text_layers, cfg.text_heads, True, cfg.quick_gelu)
         self.token_embedding = nn.Embedding(cfg.vocab, cfg.text_width)
@@ -231,11 +236,15 @@ class CLIP(nn.Module):
         self.logit_bias = nn.Parameter(torch.tensor(INITIAL_BIAS)) if logit_bias else None
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         self.transformer.init_gpt()
+        self.set_precision(precision)
 
     def set_precision(self, precision: str) -> None:
         if precision not in PRECISIONS:
             raise ConfigError(f"precision must be one of {', '.join(PRECISIONS)}; found {precision!r}.")
         self.compute_dtype = PRECISIONS[precision]
+        for module in self.modules():
+            if isinstance(module, Attention | Mlp):
+                module.eight_bits = precision if precision in KINDS else ""
 
     def set_checkpointing(self, on: bool) -> None:
         """Recompute every block's activations in the backward pass: about a third more work, much less memory."""

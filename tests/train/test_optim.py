@@ -75,10 +75,11 @@ def test_log_scale_is_clamped_between_one_and_a_hundred(value: float, expected: 
     assert math.log(100) == MAX_LOG_SCALE
 
 
-def test_memorises_a_batch_in_bf16() -> None:
-    """Everything joined: towers in bf16, loss, GradCache, optimiser; 16 pairs are told apart after 40 steps."""
+@pytest.mark.parametrize("precision", ["bf16", "int8", "fp8"])
+def test_memorises_a_batch_in_few_bits(precision: str) -> None:
+    """Everything joined: towers, loss, GradCache, optimiser; 16 pairs are told apart after 40 steps."""
     torch.manual_seed(0)
-    model = CLIP(SHAPE, precision="bf16")
+    model = CLIP(SHAPE, precision)
     optimizer = make_optimizer(model, lr=3e-3)
     pixels = torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8)
     tokens = torch.cat([torch.randint(1, 62, (16, 6)), torch.full((16, 1), 63)], dim=1)

@@ -284,7 +284,7 @@ def test_wrong_settings_are_sentences() -> None:
     with pytest.raises(ConfigError, match="patch"):
         replace(SHAPE, patch=7)
     with pytest.raises(ConfigError, match="precision must be one of"):
-        CLIP(SHAPE, precision="fp8")
+        CLIP(SHAPE, precision="fp4")
 
 
 def test_unwrap_finds_the_model() -> None:
