@@ -108,9 +108,15 @@ def planned(place: Path, pictures: int, side: int, shards: int) -> tuple[PackSha
 
 def copy(sources: list[Path], target: Path) -> None:
     """What `cp` does with these files, and then makes sure of as we do."""
-    target.mkdir(exist_ok=True)
     subprocess.run(["cp", *sources, target], check=True)
     subprocess.run(["sync", *(target / source.name for source in sources)], check=True)
+
+
+def emptied(folder: Path, pattern: str = "*") -> None:
+    """Without the files of the round before: what is new is written, and the disk gives nothing back meanwhile."""
+    folder.mkdir(exist_ok=True)
+    for path in folder.glob(pattern):
+        path.unlink()
 
 
 def checksums(tar: bytes, picture: int) -> None:
@@ -129,11 +135,16 @@ def copying(place: Path, pictures: int) -> dict[str, Any]:
         list(pool.map(task, units))  # imports, and the page cache
         tars = sorted((place / "shards").glob("*.tar"))
         total, one = sum(tar.stat().st_size for tar in tars), tars[0].read_bytes()
+        emptied(place / "originals")
+        tars = [tar.rename(place / "originals" / tar.name) for tar in tars]
         for _ in range(5):
+            emptied(place / "copies")
             best["cp"] = min(best["cp"], timed(time.perf_counter, lambda: copy(tars, place / "copies")))
+            emptied(place / "shards", "*.tar")
             best["pack"] = min(best["pack"], timed(time.perf_counter, lambda: list(pool.map(task, units))))
             best["sums"] = min(best["sums"], timed(cpu_seconds, lambda: checksums(one, total // pictures)))
         for _ in range(5):
+            emptied(place / "shards", f"{units[0].id}.tar")
             best["cpu"] = min(best["cpu"], timed(cpu_seconds, lambda: task(units[0])))
     mb, mb_of_one = total / 1e6, len(one) / 1e6
     return {

@@ -7,13 +7,12 @@ the offset is that of the data and the extension is everything after the name's 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from core.errors import ConfigError, DataError, InputError
 from core.storage import Folder
-from shardkit.tar import Member
 
 SHARDS = "shards.json"
 SAMPLES = "samples.parquet"
@@ -27,9 +26,8 @@ def index_name(tar: str) -> str:
     return f"{tar.removesuffix('.tar')}.idx"
 
 
-def dali_index(samples: Iterable[Sequence[Member]]) -> bytes:
-    """The index of one tar from the members of each sample, in tar order."""
-    lines = [" ".join(f"{split_name(m.name)[1]} {m.offset} {m.size} {m.name}" for m in members) for members in samples]
+def dali_index(lines: Sequence[str]) -> bytes:
+    """The index of one tar from the line of each sample, in tar order."""
     return "\n".join([f"v1.2 {len(lines)}", *lines, ""]).encode()
 
 

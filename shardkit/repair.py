@@ -157,7 +157,7 @@ class _Set:
         if not self.index:
             return rows
         # bodies come from anywhere then, and have been compared with the index instead of with what ingest staged
-        return [{**row, "stored_sha256": None, "stored_crc32": None} for row in rows if row["uid"] in self.index]
+        return [row._replace(stored_sha256=None, stored_crc32=None) for row in rows if row.uid in self.index]
 
     def _bodies(self, shard: Shard, rows: list[Row]) -> Iterator[bytes]:
         if not self.index:
@@ -168,13 +168,13 @@ class _Set:
             body = next(self._whole(own, shard, row), None)
             if body is None:
                 raise DataError(
-                    f"the picture of {row['uid']} is damaged, its staged copy is gone, and {row['url']} no longer gives the same"
+                    f"the picture of {row.uid} is damaged, its staged copy is gone, and {row.url} no longer gives the same"
                 )
             yield body
 
     def _whole(self, own: RangeReader, shard: Shard, row: Row) -> Iterator[bytes]:
         """The picture from each place that still has it as it was packed."""
-        known = self.index[row["uid"]]
+        known = self.index[row.uid]
         try:
             if (
                 hashlib.sha256(data := own.read(shard.name, known["jpg_offset"], known["jpg_size"])).hexdigest()
@@ -196,8 +196,8 @@ class _Set:
             yield from staged_images(self.work, [row])
         except DataError as error:
             log.info("verify: %s", error)
-        if row["uid"] in self.fetched:
-            yield self.fetched[row["uid"]]
+        if row.uid in self.fetched:
+            yield self.fetched[row.uid]
 
     def _fetch_missing(self, units: Iterable[Unit]) -> None:
         """Download the pictures that no file on disk has any more, and only those."""
@@ -208,7 +208,7 @@ class _Set:
             row
             for unit in units
             for row in self._rows(unit)
-            if row["url"] and next(self._whole(own, Shard(f"{unit.id}.tar", 0, 0), row), None) is None
+            if row.url and next(self._whole(own, Shard(f"{unit.id}.tar", 0, 0), row), None) is None
         ]
         if missing:
             self.fetched = fetch(self.work, missing, allow_private=self.allow_private)
@@ -234,9 +234,9 @@ def fetch(work: Folder, rows: list[Row], *, allow_private: bool) -> dict[str, by
     with tempfile.TemporaryDirectory(prefix="pairmill-repair-") as name:
         place = Folder(name)
         columns = {
-            "uid": [r["uid"] for r in rows],
-            "url": [r["url"] for r in rows],
-            "caption": [r["captions"][0] for r in rows],
+            "uid": [r.uid for r in rows],
+            "url": [r.url for r in rows],
+            "caption": [r.captions[0] for r in rows],
         }
         pq.write_table(pa.table(columns), Path(name) / "list.parquet")
         ours = {
@@ -265,7 +265,7 @@ def fetch(work: Folder, rows: list[Row], *, allow_private: bool) -> dict[str, by
         return {row["uid"]: fresh.read_range(row["tar"], row["tar_offset"], row["tar_size"]) for row in _fetched(fresh)}
 
 
-def _fetched(work: Folder) -> Iterator[Row]:
+def _fetched(work: Folder) -> Iterator[dict[str, Any]]:
     for part in work.list("ingest/parts/*.parquet"):
         with work.open(part) as file:
             table = pq.read_table(file, columns=["uid", "outcome", "tar", "tar_offset", "tar_size"])

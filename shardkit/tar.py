@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import IO, NamedTuple, Protocol
+from typing import IO, NamedTuple
 
 from core.errors import DataError
 
@@ -27,56 +27,35 @@ class Member(NamedTuple):
     size: int
 
 
-class Sink(Protocol):
-    """What a tar is written to."""
-
-    def write(self, data: bytes, /) -> object: ...
-
-
 class TarWriter:
-    """Appends members to an open file or other sink in the order given; `finish` writes the end mark.
+    """Appends members to an open file in the order given; `finish` writes the end mark.
 
-    `position` is the size of the tar so far, in bytes. The sink receives large data as it is, and everything between two
-    such members in one piece: a call costs more than a small copy, and a large copy more than a call.
+    `position` is the size of the tar so far, in bytes.
     """
 
-    def __init__(self, file: Sink) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self._between: list[bytes] = []
         self.position = 0
 
     def add(self, name: str, data: bytes) -> Member:
         """Append one file and say where its bytes lie."""
-        size, between = len(data), self._between
-        between.append(header(name, size))
-        if size < _LARGE and len(between) < _PIECES:
-            between.append(data)
-        else:
-            self._flush()
-            self._file.write(data)
-        between.append(_PADDING[size % BLOCK])
-        member = Member(name, self.position + BLOCK, size)
-        self.position += BLOCK + size + -size % BLOCK
+        member = Member(name, self.position + BLOCK, len(data))
+        self.position += self._file.write(b"".join([header(name, len(data)), data, PADDING[len(data) % BLOCK]]))
         return member
 
     def finish(self) -> int:
         """Write the end mark; returns the size of the tar in bytes."""
-        self._between.append(END)
-        self.position += len(END)
-        self._flush()
+        self.position += self._file.write(END)
         return self.position
 
-    def _flush(self) -> None:
-        self._file.write(b"".join(self._between))
-        self._between.clear()
 
-
-_LARGE, _PIECES = 4096, 300
-_PADDING = [bytes(-size % BLOCK) for size in range(BLOCK)]
+PADDING = [bytes(-size % BLOCK) for size in range(BLOCK)]
+"""What follows a member, by its size modulo a block."""
 # What lies between name and size, between size and checksum, and behind that, in every header.
 _OWNER = b"0000644\0" + b"0000000\0" * 2
 _TIME = b"\0" + b"%011o\0" % 0
 _KIND = b"0" + bytes(100) + b"ustar\00000" + bytes(247)
+_FORM = b"%b" + _OWNER + b"%b" + _TIME + b"%06o\0 " + _KIND
 _FIXED_SUM = sum(_OWNER) + sum(_TIME) + sum(_KIND) + 8 * 0x20  # the checksum's own field counts as spaces
 
 
@@ -92,7 +71,7 @@ def header(name: str, size: int) -> bytes:
     digits = b"%011o" % size
     # the low half of an Adler-32 is one more than the sum of the bytes, at a fifth of what `sum` takes
     total = _FIXED_SUM + (zlib.adler32(encoded + digits) & 0xFFFF) - 1
-    return b"%b%b%b%b%06o\0 %b" % (encoded.ljust(100, b"\0"), _OWNER, digits, _TIME, total, _KIND)
+    return _FORM % (encoded.ljust(100, b"\0"), digits, total)
 
 
 def scan(path: str) -> list[Member]:

@@ -8,18 +8,7 @@ import pytest
 
 from core.errors import DataError, InputError
 from core.storage import Folder
-from shardkit.index import Shard, ShardList, dali_index, read_shard_list, split_name
-from shardkit.tar import Member
-
-SAMPLES = [
-    [Member("a.jpg", 512, 700), Member("a.txt", 2048, 5)],
-    [Member("b.seg.png", 3072, 9), Member("b.txt", 4096, 0)],
-]
-
-
-def test_an_index_names_extension_offset_size_and_member() -> None:
-    data = dali_index(SAMPLES)
-    assert data == b"v1.2 2\njpg 512 700 a.jpg txt 2048 5 a.txt\nseg.png 3072 9 b.seg.png txt 4096 0 b.txt\n"
+from shardkit.index import Shard, ShardList, read_shard_list, split_name
 
 
 def test_names_split_at_the_first_dot_of_the_last_segment() -> None:

@@ -25,7 +25,7 @@ from core.schema import sample_schema
 from core.storage import Folder
 from core.work import fingerprint, locked
 from shardkit.config import ShardConfig
-from shardkit.index import Shard, rank_lists
+from shardkit.index import Shard, rank_lists, split_name
 from shardkit.pack import run
 from shardkit.plan import shard_sizes, shard_sizes_by_bytes
 from shardkit.tar import Member, scan
@@ -45,10 +45,9 @@ def read_dali_index(path: Path) -> list[list[Member]]:
     version, *lines = path.read_text().splitlines()
     assert version == f"v1.2 {len(lines)}"
     words = [line.split(" ") for line in lines]
-    return [
-        [Member(name, int(offset), int(size)) for _, offset, size, name in zip(*[iter(w)] * 4, strict=True)]
-        for w in words
-    ]
+    samples = [list(zip(*[iter(w)] * 4, strict=True)) for w in words]
+    assert all(extension == split_name(name)[1] for sample in samples for extension, _, _, name in sample)
+    return [[Member(name, int(offset), int(size)) for _, offset, size, name in sample] for sample in samples]
 
 
 def members(work: Path, home: str = "shards") -> dict[str, bytes]:
@@ -382,22 +381,21 @@ def test_captions_of_any_kind_arrive_as_they_are(tmp_path: Path) -> None:
 
 # ---- kill -9 ----------------------------------------------------------------------------------------------------------
 
-# It kills itself before a given member, so that on any machine it dies in the middle of a shard.
+# It kills itself before a given sample, so that on any machine it dies in the middle of a shard.
 _PACK = """
 import os, signal, sys
 from shardkit.config import ShardConfig
 from shardkit.pack import run
-from shardkit.tar import TarWriter
-add, left = TarWriter.add, int(sys.argv[2])
-def add_or_die(writer, *args):
+from shardkit.write import Output
+add, left = Output.add, int(sys.argv[2])
+def add_or_die(output, *args):
     global left
     if not left:
-        writer._flush()
-        writer._file._file.flush()
+        output._flush()
         os.kill(os.getpid(), signal.SIGKILL)
     left -= 1
-    return add(writer, *args)
-TarWriter.add = add_or_die
+    return add(output, *args)
+Output.add = add_or_die
 run(ShardConfig(work=sys.argv[1], workers=1, samples_per_shard=20, size=(32,)))
 """
 
@@ -410,8 +408,8 @@ def heavy_world(work: Path) -> Path:
 
 
 def kill_in_the_middle_of_a_shard(work: Path, parts: int) -> None:
-    """Pack, and kill -9 when `parts` shards of 20 samples, each of 3 members, are finished and another is half written."""
-    command = [sys.executable, "-c", _PACK, str(work), str(60 * parts + 31)]
+    """Pack, and kill -9 when `parts` shards of 20 samples are finished and another is half written."""
+    command = [sys.executable, "-c", _PACK, str(work), str(20 * parts + 11)]
     killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.getcwd()})
     assert killed.returncode == -signal.SIGKILL
     assert len(list(work.glob("shards/parts/*.parquet"))) == parts
