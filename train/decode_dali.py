@@ -10,7 +10,10 @@ What it shows without a word is a picture damaged in the middle of its scan: the
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import sys
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor
 
 from core import images
-from core.errors import HardwareError, ImageError
+from core.errors import HardwareError, ImageError, RunError
 from train.colour import recolour
 from train.decode_cpu import GREY, CpuDecoder, Picture, View, middle_view
 
@@ -80,7 +83,10 @@ class DaliDecoder:
     def close(self) -> None:
         if self._spare is not None:
             self._spare.close()
-        del self._pipeline
+        if self._lock.acquire(blocking=False):
+            del self._pipeline
+        else:
+            atexit.register(_leave)
 
     def _prepared(self, i: int, picture: Picture, reasons: dict[int, str]) -> Picture | None:
         """The picture as DALI may have it: plain JPEG as it is, all else as upright pixels."""
@@ -166,6 +172,13 @@ class DaliDecoder:
             pipeline.set_outputs(fn.flip(square, horizontal=flip))
         pipeline.build()
         return pipeline
+
+
+def _leave() -> None:
+    """End the process at once, as after the error that a hanging batch was: DALI would wait for that batch, or abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(RunError.exit_code)
 
 
 def _fault(picture: Picture) -> str | None:
