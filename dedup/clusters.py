@@ -21,20 +21,24 @@ Similar = Callable[[I64, I64], npt.NDArray[np.bool_]]
 
 def components(n: int, a: I64, b: I64) -> I64:
     """The smallest row number connected with each of `n` rows by edges (a, b)."""
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
     result = np.arange(n)
-    if not len(a):
-        return result
     touched = np.zeros(n, bool)
     touched[a] = touched[b] = True
     rows = np.flatnonzero(touched)
-    number = np.zeros(n, np.int32)
+    number = np.empty(n, np.int32)
     number[rows] = np.arange(len(rows), dtype=np.int32)
-    graph = coo_array((np.ones(len(a), np.int8), (number[a], number[b])), shape=(len(rows), len(rows)))
-    _, label = connected_components(graph, directed=False)
-    result[rows] = rows[smallest_of(label.astype(np.int64))]
+    left, right = number[a], number[b]
+    root = np.arange(len(rows), dtype=np.int32)
+    # as fast as scipy's, whose import takes longer than all of a decision over 200,000 pairs
+    while len(left):
+        low, high = np.minimum(left, right), np.maximum(left, right)
+        np.minimum.at(root, high, low)
+        while not np.array_equal(above := root[root], root):
+            root = above
+        left, right = root[low], root[high]
+        apart = left != right
+        left, right = left[apart], right[apart]
+    result[rows] = rows[root]
     return result
 
 
