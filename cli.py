@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from core.config import StageConfig, command, load_recipe
+from core.config import VerbConfig, command, load_recipe
 from core.errors import PairmillError, StorageError
 from core.redact import Formatter, redact
 from dedup.config import DedupConfig
@@ -31,7 +31,7 @@ Summary = dict[str, Any]
 INTERRUPTED = 130  # Typer catches Ctrl-C before `main` could, and ends with this code and no word
 
 # What a recipe may hold, in the order in which it runs.
-STAGES: dict[str, tuple[type[StageConfig], str]] = {
+STAGES: dict[str, tuple[type[VerbConfig], str]] = {
     "ingest": (IngestConfig, "ingest.fetch"),
     "adopt": (AdoptConfig, "ingest.adopt"),
     "score": (ScoreConfig, "train.score"),
@@ -41,7 +41,7 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
     "eval": (EvalConfig, "train.evaluate"),
     "report": (ReportConfig, "report.run"),
 }
-TOOLS: dict[str, tuple[type[StageConfig], str]] = {
+TOOLS: dict[str, tuple[type[VerbConfig], str]] = {
     "verify": (VerifyConfig, "shardkit.verify"),
     "export": (ExportConfig, "train.export"),
     "audit": (AuditConfig, "report.audit"),

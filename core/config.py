@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from core.errors import ConfigError, InputError, nearest
 from core.redact import redacted
 
-Config = TypeVar("Config", bound="StageConfig")
+Config = TypeVar("Config", bound="VerbConfig")
 
 
 def setting(
@@ -48,17 +48,11 @@ def setting(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StageConfig:
-    """What every stage can be told."""
+class VerbConfig:
+    """What every verb can be told."""
 
     work: str = setting("work", stable=False)
     """Work folder: a path or any fsspec URL."""
-    workers: int = setting(0, stable=False)
-    """Worker processes; 0 takes one a core."""
-    engine: str = setting("local", stable=False, choices=("local", "ray"))
-    """Where units run: `local` processes, or `ray` (needs the extra of that name)."""
-    fresh: bool = setting(False, flags="--fresh/--resume", stable=False)
-    """Throw this stage's earlier results away instead of continuing them."""
 
     def fingerprint(self) -> dict[str, Any]:
         """The settings that decide the results, by name, without passwords: they are kept in the work folder."""
@@ -73,12 +67,34 @@ class StageConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UnitsConfig(StageConfig):
+class StageConfig(VerbConfig):
+    """What a verb can be told that leaves results in the work folder, and skips those that are there."""
+
+    fresh: bool = setting(False, flags="--fresh/--resume", stable=False)
+    """Throw this stage's earlier results away instead of continuing them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolConfig(VerbConfig):
+    """What a verb can be told that spreads its work over processes."""
+
+    workers: int = setting(0, stable=False)
+    """Worker processes; 0 takes one a core."""
+    engine: str = setting("local", stable=False, choices=("local", "ray"))
+    """Where units run: `local` processes, or `ray` (needs the extra of that name)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnitsConfig(StageConfig, PoolConfig):
     """What a stage can be told whose work is cut into units."""
 
     part: str = setting("", stable=False)
     """Do a share of the units only, `i/n`: those whose number leaves `i` when divided by `n`. For as many runs beside
     each other on one work folder (a Slurm job array); the last one to finish closes the stage."""
+
+
+COMMON = ("work", "workers", "engine", "fresh")
+"""Settings that mean the same in every verb that has them; a recipe may say them once for all its stages."""
 
 
 def is_stable(field: dataclasses.Field[Any]) -> bool:
@@ -122,8 +138,7 @@ def as_parameters(cls: Any) -> list[inspect.Parameter]:
     import typer
 
     docs, hints = field_docs(cls), field_types(cls)
-    common = {f.name for f in dataclasses.fields(StageConfig)}
-    fields = sorted(dataclasses.fields(cls), key=lambda f: (not f.metadata.get("argument"), f.name in common))
+    fields = sorted(dataclasses.fields(cls), key=lambda f: (not f.metadata.get("argument"), f.name in COMMON))
     parameters = []
     for field in fields:
         required = field.default is dataclasses.MISSING
@@ -132,7 +147,7 @@ def as_parameters(cls: Any) -> list[inspect.Parameter]:
         if field.metadata.get("argument"):
             info = typer.Argument(help=docs[field.name], show_default=not required)
         else:
-            panel = "Common to all verbs" if field.name in common else None
+            panel = "Common to the stages" if field.name in COMMON else None
             info = typer.Option(
                 flag_name(field), *field.metadata.get("also", ()), help=docs[field.name], rich_help_panel=panel
             )
@@ -196,11 +211,11 @@ def _checked(value: Any, hint: Any, name: str) -> Any:
 
 def load_recipe(
     path: str,
-    stages: Mapping[str, type[StageConfig]],
+    stages: Mapping[str, type[VerbConfig]],
     *,
     common: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
-) -> dict[str, StageConfig]:
+) -> dict[str, VerbConfig]:
     """Read a TOML recipe: common settings at the top, then one table a stage, in any order.
 
     A stage that runs several times has a list of tables (`[[train]]`), run in their order; they come back as `train`,
@@ -221,24 +236,25 @@ def load_recipe(
         raise InputError(f"expected a recipe at {path}, found none ({error.strerror}); see examples/") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not TOML: {error}") from error
-    common_names = [f.name for f in dataclasses.fields(StageConfig)]
     shared = {k: _expanded(v) for k, v in recipe.items() if not _tables(v)}
     for name in shared:
         if name in stages:
             raise ConfigError(f"{path} holds {name} as a value: expected a table, [{name}]")
-        if name not in common_names:
-            raise ConfigError(f"{path} knows no setting {name!r} at its top: {nearest(name, [*common_names, *stages])}")
+        if name not in COMMON:
+            raise ConfigError(f"{path} knows no setting {name!r} at its top: {nearest(name, [*COMMON, *stages])}")
     tables = {name: found for name, value in recipe.items() if (found := _tables(value))}
     for name in tables:
         if name not in stages:
             raise ConfigError(f"{path} knows no stage [{name}]: {nearest(name, stages)}")
     if not tables:
         raise ConfigError(f"expected a table for each stage to run in {path}, as [ingest], found none; see examples/")
-    configs: dict[str, StageConfig] = {}
+    configs: dict[str, VerbConfig] = {}
     for name in (stage for stage in stages if stage in tables):
+        known = field_types(typing.cast(Any, stages[name]))
+        for_all, given = ({k: v for k, v in some.items() if k in known} for some in (shared, common or {}))
         for turn, table in enumerate(tables[name], 1):
             own = {key: _expanded(value) for key, value in table.items()}
-            values = {**shared, **own, **(common or {}), **(overrides or {}).get(name, {})}
+            values = {**for_all, **own, **given, **(overrides or {}).get(name, {})}
             key = name if turn == 1 else f"{name} {turn}"
             configs[key] = build(stages[name], values, where=f"{path} [{key}]")
     return configs

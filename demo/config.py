@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.config import StageConfig, setting
+from core.config import PoolConfig, StageConfig, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoConfig(StageConfig):
+class DemoConfig(StageConfig, PoolConfig):
     """Make a small world of pictures and captions, serve it on loopback with faults, and run everything on it.
 
     Opens no network. Ends with a funnel, zero-shot accuracy on combinations never seen in training, and a report.

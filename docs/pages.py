@@ -103,13 +103,12 @@ def knobs() -> int:
 def recipes() -> str:
     """What the tables of a recipe may hold."""
     import cli
-    from core.config import StageConfig, is_stable
+    from core.config import COMMON, is_stable
 
-    common = [f.name for f in dataclasses.fields(StageConfig)]
     lines = [
         *["# Recipes", "", "A recipe is a TOML file with one table a stage, run in this order by `pairmill run`."],
         *[
-            f"{', '.join(f'`{name}`' for name in common)} may stand at its top, for all stages. A stage that runs several"
+            f"{', '.join(f'`{name}`' for name in COMMON)} may stand at its top, for all stages. A stage that runs several"
         ],
         "times has a list of tables, `[[train]]`. An unknown name is an error. [Commands](commands.md) explains each",
         "setting; those marked *binds* decide the results, so a work folder keeps to them (`--fresh` starts over).",
@@ -118,7 +117,7 @@ def recipes() -> str:
         hints = typing.get_type_hints(cls)
         lines += ["", f"## [{stage}]", "", "| setting | type | default | |", "|---|---|---|---|"]
         for field in dataclasses.fields(cls):
-            if field.name not in common:
+            if field.name not in COMMON:
                 required = field.default is dataclasses.MISSING
                 default = "required" if required else _code(field.default)
                 binds = "binds" if is_stable(field) else ""

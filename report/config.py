@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.config import StageConfig, setting
+from core.config import VerbConfig, setting
 from core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditConfig(StageConfig):
+class AuditConfig(VerbConfig):
     """Dataset statistics of a work folder, or of a bare folder of shards."""
 
     folder: str = setting("", argument=True)
@@ -22,7 +22,7 @@ class AuditConfig(StageConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportConfig(StageConfig):
+class ReportConfig(VerbConfig):
     """One offline HTML page for a work folder: what came in, what was dropped and why, and what was learned."""
 
     out: str = setting("report.html", stable=False)
@@ -32,7 +32,7 @@ class ReportConfig(StageConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BrowseConfig(StageConfig):
+class BrowseConfig(VerbConfig):
     """Serve the report with every pair, dropped pair and cluster behind it, page by page, by any SQL condition."""
 
     port: int = setting(8383)
@@ -42,7 +42,7 @@ class BrowseConfig(StageConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SqlConfig(StageConfig):
+class SqlConfig(VerbConfig):
     """Run one query over the catalogue: pairs, signatures, clusters, decisions, against, samples, holdout,
     steps, evals."""
 

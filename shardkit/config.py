@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from core.config import StageConfig, UnitsConfig, setting
+from core.config import PoolConfig, UnitsConfig, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class ShardConfig(UnitsConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifyConfig(StageConfig):
+class VerifyConfig(PoolConfig):
     """Read shards again and compare them with their hashes; names every bad sample, and exits with 5 if there is one."""
 
     shards: str = setting("")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from core.config import StageConfig, UnitsConfig, setting
+from core.config import StageConfig, UnitsConfig, VerbConfig, setting
 
 Precision = Literal["auto", "bf16", "fp16", "fp32", "int8", "fp8"]
 
@@ -114,7 +114,7 @@ class TrainConfig(StageConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig(StageConfig):
+class EvalConfig(VerbConfig):
     """Measure a checkpoint: retrieval on shards with captions, zero-shot classification on class folders."""
 
     checkpoint: str = setting("")
@@ -154,7 +154,7 @@ class ScoreConfig(UnitsConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExportConfig(StageConfig):
+class ExportConfig(VerbConfig):
     """Write a checkpoint as files that open_clip loads."""
 
     checkpoint: str = setting("")
@@ -168,7 +168,7 @@ class ExportConfig(StageConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DiagnoseConfig(StageConfig):
+class DiagnoseConfig(VerbConfig):
     """Say what a run waits for: read its metrics, then try the loader alone, the model alone, and both.
 
     Settings left empty are those of the run NAME; without such a run the trials alone decide.
@@ -192,7 +192,7 @@ class DiagnoseConfig(StageConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanConfig(StageConfig):
+class PlanConfig(VerbConfig):
     """What a run will cost: operations, days or MFU, and memory a GPU. Arithmetic only; nothing is run."""
 
     what: Literal["run", "scaling"] = setting("run", argument=True)
@@ -220,5 +220,5 @@ class PlanConfig(StageConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DoctorConfig(StageConfig):
+class DoctorConfig(VerbConfig):
     """Check this machine: what is installed, what is fast, what is slow or wrong, and what to do about it."""

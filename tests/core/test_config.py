@@ -9,12 +9,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from core.config import StageConfig, build, command, field_docs, load_recipe, setting
+from core.config import UnitsConfig, VerbConfig, build, command, field_docs, load_recipe, setting
 from core.errors import ConfigError, InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class BakeConfig(StageConfig):
+class BakeConfig(UnitsConfig):
     """Bake bread."""
 
     flour: str = setting(argument=True)
@@ -110,3 +110,19 @@ def test_a_list_of_tables_runs_a_stage_several_times_in_its_order(tmp_path: Path
     assert {name: config.flour for name, config in configs.items()} == {"a": "rye", "a 2": "spelt", "b": "oats"}  # type: ignore[attr-defined]
     assert {config.hours for name, config in configs.items() if name != "b"} == {4.0}  # type: ignore[attr-defined]
     assert all(config.work == "w" for config in configs.values())
+
+
+def test_what_a_recipe_says_once_reaches_the_stages_that_have_it(tmp_path: Path) -> None:
+    """Not every verb has workers: one that has none is no mistake of the recipe's top, but of its own table."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class PageConfig(VerbConfig):
+        """Print a page."""
+
+    stages: dict[str, type[VerbConfig]] = {"bake": BakeConfig, "page": PageConfig}
+    text = 'work = "here"\nworkers = 3\n[bake]\nflour = "rye"\n[page]\n'
+    found = load_recipe(recipe(tmp_path, text), stages, common={"fresh": True})
+    assert found["bake"] == BakeConfig(work="here", workers=3, flour="rye", fresh=True)
+    assert found["page"] == PageConfig(work="here")
+    with pytest.raises(ConfigError, match=r"\[page\] knows no setting 'workers'"):
+        load_recipe(recipe(tmp_path, text + "workers = 1\n"), stages)

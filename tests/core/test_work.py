@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config import StageConfig
+from core.config import UnitsConfig
 from core.errors import WorkFolderError
 from core.storage import Folder
 from core.work import fingerprint, open_stage, read_settings
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BakeConfig(StageConfig):
+class BakeConfig(UnitsConfig):
     """Bake bread."""
 
     flour: str = "rye"
