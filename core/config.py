@@ -148,6 +148,7 @@ def as_parameters(cls: Any) -> list[inspect.Parameter]:
             info = typer.Argument(help=docs[field.name], show_default=not required)
         else:
             panel = "Common to the stages" if field.name in COMMON else None
+            panel = "Common to all verbs" if field.name == "work" else panel
             info = typer.Option(
                 flag_name(field), *field.metadata.get("also", ()), help=docs[field.name], rich_help_panel=panel
             )
