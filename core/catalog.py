@@ -132,16 +132,22 @@ def _present(folder: Folder, pattern: str) -> bool:
     return any(folder.exists(f"{name}{below}/{leaf}") for name in folder.list(f"{above}/*"))
 
 
+def errors(*names: str) -> tuple[type[Exception], ...]:
+    """DuckDB's classes of these names, for an `except`, which asks for them when something is raised: importing DuckDB takes
+    longer than some decisions that do without it."""
+    import duckdb
+
+    return tuple(getattr(duckdb, name) for name in names)
+
+
 @contextlib.contextmanager
 def reading(folder: Folder) -> Iterator[None]:
     """Where a file of `folder` turns out to be damaged, which DuckDB finds only as it reads the rows, raise DataError."""
-    import duckdb
-
     try:
         yield
-    except (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.OutOfMemoryException):
+    except errors("BinderException", "CatalogException", "ParserException", "OutOfMemoryException"):
         raise  # of our own SQL and of this machine, not of the files
-    except duckdb.Error as error:
+    except errors("Error") as error:
         raise DataError(
             f"a file of {folder} is damaged; DuckDB says: {says(error)}; restore it, or make it again with --fresh"
         ) from error

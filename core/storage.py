@@ -314,6 +314,8 @@ def expand(pattern: str) -> list[str]:
     """
     if not pattern:
         raise InputError("expected a file, found an empty name")
+    if os.path.isfile(pattern):
+        return [os.path.abspath(pattern)]  # as fsspec names it, without the time of its import
     try:
         fs, path = _open_store(pattern)
         # a name that is there is no pattern, whatever brackets it holds

@@ -61,10 +61,10 @@ def stage(folder: Folder, config: DedupConfig) -> str:
     Raises:
         InputError: a file of an unknown kind, one that DuckDB cannot read, or no such column.
     """
-    import duckdb
-
     if folder.exists(f"{HOME}/whole"):
         return HOME
+    import duckdb
+
     folder.remove(HOME)
     source = _source(config.captions)
     try:

@@ -126,8 +126,6 @@ def _signed_in_part(stage: Stage, config: DedupConfig) -> dict[str, Any] | None:
 
 def _judged(folder: Folder, config: DedupConfig, sources: list[evalsets.Source]) -> dict[str, Any]:
     """Sign what is not signed yet, and decide."""
-    import duckdb
-
     parts = captions.stage(folder, config) if config.captions else PARTS
     units, digests = units_of(folder, parts), digests_of(folder, parts)
     at: dict[str, Any] = {"workers": config.workers, "engine": config.engine}
@@ -137,7 +135,7 @@ def _judged(folder: Folder, config: DedupConfig, sources: list[evalsets.Source])
             sign(folder, parts, units, digests=digests, **at)
             sets = [evalsets.read(folder, source, **at) for source in sources]
             return _Decider(Store(folder, _digest(digests), connection, **at), parts, config).run(verdicts, sets)
-    except duckdb.OutOfMemoryException as error:
+    except catalog.errors("OutOfMemoryException") as error:
         raise HardwareError(
             f"DuckDB needs more than the {_duckdb_gb():.3g} GB of memory that it may have here; lower --workers, or take a "
             "machine with more"
