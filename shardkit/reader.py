@@ -14,8 +14,8 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from types import TracebackType
 
 import numpy as np
@@ -172,10 +172,13 @@ class ShardSet:
 
     def prefetch(self, numbers: set[int]) -> None:
         """Bring these shards into the cache, several at a time; what cannot be fetched is told by `read`."""
-        with ThreadPoolExecutor(FETCHES) as pool:
-            for done in [pool.submit(self._local, self.shards[n].name) for n in sorted(numbers)]:
-                with contextlib.suppress(OSError):
-                    done.result()
+
+        def bring(number: int) -> None:
+            with contextlib.suppress(OSError):
+                self._local(self.shards[number].name)
+
+        with ThreadPool(FETCHES) as pool:  # whose threads no process waits for at its end, should a store never answer
+            pool.map(bring, sorted(numbers), chunksize=1)
 
     def _local(self, name: str) -> str:
         if self.cache is None or "://" not in self.folder.path(name):

@@ -155,3 +155,34 @@ def test_a_fetch_that_is_killed_leaves_nothing_that_is_believed(local: Path, tmp
     for shard in shards:
         assert cache.local(Folder(local), shard).read_bytes() == (local / shard.name).read_bytes()
     assert not list((tmp_path / "c").glob("*.part"))
+
+
+_STARVED = """
+import sys
+from pathlib import Path
+from shardkit import reader
+far = reader.ShardSet.open(sys.argv[1], cache=reader.ShardCache(Path(sys.argv[2]), 1 << 30))
+print("open", flush=True)
+sys.stdin.readline()
+with reader.BatchReader(far, reader.EpochOrder(far.shard_sizes, 0, 0, 4, 4), timeout_s=0.5) as batches:
+    next(iter(batches))
+"""
+
+
+def test_a_store_that_never_answers_is_named_and_holds_up_no_end(local: Path, tmp_path: Path) -> None:
+    """The server is stopped, as a machine is that has lost its network: it takes the connection and says nothing."""
+    serve = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1", "-d", str(local)]
+    with subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        try:
+            assert server.stdout is not None
+            port = server.stdout.readline().split()[5]
+            command = [sys.executable, "-c", _STARVED, f"http://127.0.0.1:{port}", str(tmp_path / "c")]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            with subprocess.Popen(command, text=True, cwd=Path(__file__).parents[2], **pipes) as ours:
+                assert ours.stdout is not None and ours.stdout.readline() == "open\n"
+                server.send_signal(signal.SIGSTOP)
+                _, words = ours.communicate("\n", timeout=100)
+        finally:
+            server.kill()
+    assert "rank 0 starved in stage read: batch 0 did not come within 0.5 s, reading 0000" in words
+    assert ours.returncode == 1
