@@ -24,10 +24,11 @@ from ray.cluster_utils import Cluster
 
 from cli import STAGES
 from core.config import build
+from dedup import edges
 
 PUBLISHED = {
     "ingest": "ingest/parts/*.parquet", "score": "scores/*.parquet", "dedup": "dedup/signatures/*.parquet",
-    "shard": "shards/parts/*.parquet",
+    "dedup match": "dedup/edges/captions-*.units/*/*", "shard": "shards/parts/*.parquet",
 }  # fmt: skip
 
 
@@ -41,16 +42,19 @@ def main(settings: dict[str, dict[str, Any]], nodes: int, kill: bool) -> None:
     workers = [_node(cluster) for _ in range(nodes)]
     cluster.wait_for_nodes()
     os.environ["RAY_ADDRESS"] = cluster.address
+    edges.KEYS, edges.GROUPED, edges.ROWS = 20, 10, 5  # so that a few captions are matched in many units
     for stage, values in settings.items():
-        found: dict[str, Any] = {}
-        killer = threading.Thread(target=_kill_in_the_middle, args=(cluster, workers, stage, values["work"], found))
+        found, over = dict[str, Any](), threading.Event()
+        given = (cluster, workers, stage, values["work"], found, over)
+        killer = threading.Thread(target=_kill_in_the_middle, args=given)
         if kill:
             killer.start()
         found["summary"] = _run(stage, {**values, "engine": "ray"})
+        over.set()
         if kill:
             killer.join()
             workers.append(_node(cluster))  # Ray starts nodes from the main thread only
-        after = _published(stage, values["work"])
+        after = found.pop("seen", {}) | _published(stage, values["work"])
         before = found.pop("before", {})
         found |= {"units": len(after), "lost": sum(after.get(name) != when for name, when in before.items())}
         print(json.dumps({stage: found}, default=str), flush=True)
@@ -59,7 +63,7 @@ def main(settings: dict[str, dict[str, Any]], nodes: int, kill: bool) -> None:
 
 
 def _run(stage: str, values: dict[str, Any]) -> dict[str, Any]:
-    config, module = STAGES[stage]
+    config, module = STAGES[stage.partition(" ")[0]]
     return importlib.import_module(module).run(build(config, values, where=stage))
 
 
@@ -75,20 +79,28 @@ def _node(cluster: Cluster) -> Any:
     return _patiently(lambda: cluster.add_node(num_cpus=1))
 
 
-def _kill_in_the_middle(cluster: Cluster, workers: list[Any], stage: str, work: str, found: dict[str, Any]) -> None:
-    """Kill -9 a node and its workers once something is published."""
+def _kill_in_the_middle(
+    cluster: Cluster, workers: list[Any], stage: str, work: str, found: dict[str, Any], over: threading.Event
+) -> None:
+    """Kill -9 a node and its workers once something is published, and look until all is: stages clear away some of it."""
     while not _published(stage, work):
         time.sleep(0.002)
     cluster.remove_node(workers.pop(0), allow_graceful=False)
     before, began = _published(stage, work), time.monotonic()
-    while _published(stage, work).keys() <= before.keys() and time.monotonic() < began + 60:
-        time.sleep(0.002)
-    found |= {"before": before, "at_the_kill": len(before), "went_on": round(time.monotonic() - began, 2)}
+    found |= {"before": before, "at_the_kill": len(before), "seen": dict(before)}
+    while not over.wait(0.002):
+        found["seen"] |= _published(stage, work)
+        if "went_on" not in found and found["seen"].keys() > before.keys():
+            found["went_on"] = round(time.monotonic() - began, 2)
 
 
 def _published(stage: str, work: str) -> dict[str, int]:
     """Units that are there, and when they were written."""
-    return {path.name: path.stat().st_mtime_ns for path in Path(work).glob(PUBLISHED[stage])}
+    found = {}
+    for path in Path(work).glob(PUBLISHED[stage]):
+        with contextlib.suppress(FileNotFoundError):
+            found[f"{path.parent.name}/{path.name}"] = path.stat().st_mtime_ns
+    return found
 
 
 if __name__ == "__main__":

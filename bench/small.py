@@ -59,7 +59,8 @@ class SmallList:
         self._server.server_close()
 
     def settings(self, stage: str, work: str) -> dict[str, Any]:
-        """Of one stage: a dozen units of ingest and dedup, two dozen shards, fifteen checkpoints."""
+        """Of one stage: a dozen units of ingest and dedup, two dozen shards, fifteen checkpoints. `score` reads weights that the
+        caller wrote into `home`."""
         if stage == "ingest":
             return {
                 "work": work, "urls": str(self.list), "allow_private": True, "lang": False, "size": 64, "concurrency": 4,
@@ -72,7 +73,9 @@ class SmallList:
                 "work": work, "model": "test-32", "batch_size": 12, "steps": 30, "precision": "fp32", "device": "cpu",
                 "threads": 1, "checkpoint_every": 2, "keep": 30,
             }  # fmt: skip
-        return {"work": work}
+        if stage == "score":
+            return {"work": work, "checkpoint": str(self.home / "weights"), "precision": "fp32", "device": "cpu"}
+        return {"work": work, "threshold": 0.7} if stage == "dedup match" else {"work": work}
 
     def command(self, stage: str, work: str, *more: str, python: str = sys.executable) -> list[str]:
         """The stage as a command line."""
@@ -119,8 +122,12 @@ def results(work: str) -> dict[str, Any]:
     for name in folder.list("ingest/parts/*"):
         data = folder.read(name)
         found[name] = data if name.endswith(".tar") else _rows(data)
+    for name in folder.list("scores/*.parquet"):
+        found[name] = _rows(
+            folder.read(name)
+        )  # marked with the downloads that they were made from, as the list of pairs is
     for name in folder.list("dedup/*.parquet"):
-        data = folder.read(name)  # the list of pairs is marked with the downloads that it was made from
+        data = folder.read(name)
         found[name] = _rows(data) if name == PAIRS else data
     for name in folder.list("shards/*"):
         if name.endswith((".tar", ".idx", ".parquet", ".json")) and not name.endswith("done.json"):

@@ -44,17 +44,8 @@ def bucket(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallList]:
-    with SmallList(tmp_path_factory.mktemp("list"), 24) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def local(small: SmallList) -> dict[str, Any]:
-    work = str(small.home / "local")
-    for stage in STAGES:
-        run(small.command(stage, work, "--workers", "1"))
-    return results(work)
+def local(whole: Path) -> dict[str, Any]:
+    return results(str(whole))
 
 
 def test_every_stage_in_a_store_that_fails_one_request_in_twenty(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,22 +20,6 @@ from ingest.config import IngestConfig
 from ingest.fetch import run as ingest
 from shardkit.config import ShardConfig
 from shardkit.pack import run as shard
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallList]:
-    with SmallList(tmp_path_factory.mktemp("list")) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def whole(small: SmallList) -> Path:
-    """A work folder in which one run did each stage."""
-    work = small.home / "whole"
-    ingest(IngestConfig(**small.settings("ingest", str(work)), workers=1))
-    dedup(DedupConfig(work=str(work), workers=1))
-    shard(ShardConfig(**small.settings("shard", str(work)), workers=1))
-    return work
 
 
 def test_parts_share_all_units_without_overlap() -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.peers import ROOT, ready
-from bench.small import STAGES, SmallList, one_thread, results
+from bench.sides import first_weights
+from bench.small import SmallList, one_thread, results
 
 PYTHON = ready("ray")
 pytestmark = [
@@ -24,17 +24,18 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallList]:
-    with SmallList(tmp_path_factory.mktemp("list"), 60) as served:
-        yield served
+# deciding again at another threshold finds all signatures there, and matches by other bands
+STAGES = ("ingest", "score", "dedup", "dedup match", "shard")
 
 
 @pytest.fixture(scope="module")
 def local(small: SmallList) -> dict[str, Any]:
     """What the local engine makes, with the same versions of all packages."""
+    first_weights(small.home / "weights", "test-32", 1)
     stages_in_ray_s_environment(small, small.home / "local/work", 0, "calm")
-    return results(str(small.home / "local/work"))
+    found = results(str(small.home / "local/work"))
+    assert {name.partition("/")[0] for name in found} == {"ingest", "scores", "dedup", "shards"}
+    return found
 
 
 def stages_in_ray_s_environment(small: SmallList, work: Path, nodes: int, kill: str) -> dict[str, dict[str, Any]]:
@@ -54,8 +55,11 @@ def stages_in_ray_s_environment(small: SmallList, work: Path, nodes: int, kill: 
     return found
 
 
-def test_one_node_makes_what_this_machine_makes(small: SmallList, local: dict[str, Any], tmp_path: Path) -> None:
-    said = stages_in_ray_s_environment(small, tmp_path / "work", 1, "calm")
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_a_cluster_makes_what_this_machine_makes(
+    small: SmallList, local: dict[str, Any], tmp_path: Path, nodes: int
+) -> None:
+    said = stages_in_ray_s_environment(small, tmp_path / "work", nodes, "calm")
     assert results(str(tmp_path / "work")) == local
     assert said["ingest"]["summary"]["outcomes"] == {"ok": small.pictures}
     assert said["ingest"]["summary"]["cpu_seconds"] > 0
