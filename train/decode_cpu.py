@@ -9,6 +9,8 @@ DALI) cuts the same part. simplejpeg and torch release the GIL, so plain threads
 from __future__ import annotations
 
 import math
+import os
+import threading
 from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
 from random import Random
@@ -29,6 +31,7 @@ WINDOW_RATIO = (3 / 4, 4 / 3)
 WINDOW_TRIES = 10
 
 TASKS = 4  # of a batch for each thread, so that none waits long for the last one
+NICE = 10  # of the decode threads, more than the loop's
 
 
 class View(NamedTuple):
@@ -106,13 +109,24 @@ def render(picture: Picture, size: int) -> Tensor:
     return (window.flip(-1) if flip else window)[0]
 
 
+def _stand_back() -> None:
+    """A decode thread leaves the cores to the model, where both compute on them.
+
+    Kernels of torch run in this thread alone: N threads that each started a team of N held up the model's team, which
+    waits for its slowest member again and again. And the model goes first: a loop that would wait still gets what is left.
+    """
+    torch.set_num_threads(1)  # of this thread, and of those that meet torch later; not of the loop's
+    own = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, own, min(19, os.getpriority(os.PRIO_PROCESS, own) + NICE))
+
+
 class CpuDecoder:
     """Decodes batches on a pool of threads, which neither `close` nor the end of the process waits for: one that hangs in a
     picture must not hold up the run that found out."""
 
     def __init__(self, size: int, threads: int) -> None:
         self.size, self.threads = size, max(1, threads)
-        self._pool = ThreadPool(self.threads)
+        self._pool = ThreadPool(self.threads, _stand_back)
 
     def decode(self, pictures: Sequence[Picture | None]) -> tuple[Tensor, dict[int, str]]:
         pixels_BCSS = torch.full((len(pictures), self.size, self.size, 3), GREY, dtype=torch.uint8).permute(0, 3, 1, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from PIL import Image
 
 from core.images import encode_jpeg, read_header
 from tests.train.shards import photograph
-from train.decode_cpu import GREY, CpuDecoder, Decoder, Picture, View, middle_view, random_view, render
+from train.decode_cpu import GREY, NICE, CpuDecoder, Decoder, Picture, View, middle_view, random_view, render
 from train.decode_dali import DaliDecoder, dali_installed
 
 SIZE = 32
@@ -53,6 +54,19 @@ def test_a_window_of_the_target_size_is_the_pixels_themselves(decoder: Decoder) 
     got, reasons = decoder.decode([picture(png(pixels), View(7, 5, SIZE, SIZE))])
     assert not reasons
     assert torch.equal(got[0], torch.from_numpy(pixels[5 : 5 + SIZE, 7 : 7 + SIZE].copy()).permute(2, 0, 1))
+
+
+def test_decode_threads_leave_the_cores_to_the_loop() -> None:
+    before, nice = torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, 0)
+    torch.set_num_threads(2)
+    try:
+        with closing(CpuDecoder(SIZE, 2)) as decoder:
+            decoder.decode([picture(jpeg(1))])
+            seen = decoder._pool.map(lambda _: (torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, 0)), range(8))
+            assert set(seen) == {(1, min(19, nice + NICE))}
+            assert torch.get_num_threads() == 2 and os.getpriority(os.PRIO_PROCESS, 0) == nice
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_mirrored_window_is_the_mirror_image(decoder: Decoder) -> None:
