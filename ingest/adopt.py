@@ -118,7 +118,7 @@ def adopt_tar(unit: Unit, *, config: AdoptConfig, folder: Folder, tars: list[str
     """Make the part of one tar; returns its outcomes."""
     one_thread_each()
     tar = tars[unit.start]
-    rules = Rules(min_side=config.min_side, max_aspect=config.max_aspect)
+    rules = Rules(min_side=config.min_side)
     rows = []
     with Folder("/").open(tar) as file:
         reader = webdataset.Tar(tar, file)

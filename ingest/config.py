@@ -38,35 +38,25 @@ class IngestConfig(UnitsConfig):
     """Store each file as it came, checked but not re-encoded; five to fifty times the space."""
     min_side: int = setting(32, also=("--min_image_size",))
     """Refuse pictures whose shorter side is below this many pixels (icons, tracking pixels); 0 takes all."""
-    max_aspect: float = setting(8.0, also=("--max_aspect_ratio",))
-    """Refuse pictures whose longer side is more than this many times the shorter (banners, rules); 0 takes all."""
     concurrency: int = setting(64, stable=False, also=("--thread_count",))
     """Downloads at once in one worker process. More helps when hosts are slow, until memory or bandwidth is full."""
     per_host: int = setting(8, stable=False)
-    """Downloads at once from one host, over all workers of this machine (each gets its share, one at least). Politeness:
-    raise it only for hosts that are your own."""
-    host_rate: float = setting(0.0, stable=False)
-    """Requests a second to one host, over all workers of this machine, with one second's worth at a time; 0 for as many as
-    `per_host` allows, which suits hosts that can keep up with it."""
+    """Downloads at once from one host, over all workers of this machine (each gets its share, one at least), and in a second
+    not more than 12.5 times as many. Politeness: raise it only for hosts that are your own."""
     robots: bool = setting(False, flags="--robots/--no-robots", stable=False)
     """Read each site's robots.txt (once a worker and span) and obey it; costs one more request a site."""
     timeout: float = setting(20.0, stable=False)
     """Seconds from the first byte sent to the last byte received, redirects included, for one attempt."""
-    min_rate: int = setting(2000, stable=False)
-    """Bytes a second below which a download is given up as `too_slow`, after its first 3 seconds."""
-    max_bytes: int = setting(32_000_000, stable=False)
-    """Bytes of a body above which it is given up as `too_large`, counted while it arrives and after decompression."""
     retries: int = setting(2, stable=False)
     """Further attempts after a failure that may pass: refused or reset connections, 429, 5xx, bodies cut short."""
     contact: str = setting("", stable=False)
     """A web page or mail address for the user agent, so that site owners can reach you. Honest agents are blocked less."""
     allow_private: bool = setting(False, stable=False)
-    """Also connect to private, loopback and link-local addresses. Only for lists that you wrote yourself."""
+    """Also connect to private and loopback addresses, and visit hosts as often as they answer. Only for lists that you wrote
+    yourself."""
     retry_failed: bool = setting(False, stable=False)
-    """Try the failures of a finished ingest again that another attempt may cure; good rows are left alone."""
-    min_success: float = setting(0.01, stable=False)
-    """Stop the run when after 2,000 rows a smaller share than this has succeeded, so that a broken network or a blocked
-    address does not eat the whole list; 0 never stops. 0.3 suits lists of some age."""
+    """Try the failures of an ingest again that another attempt may cure; good rows are left alone. It goes on where a run was
+    stopped because fewer than 1 % of its rows succeeded."""
     unit_urls: int = setting(1000, also=("--number_sample_per_shard",))
     """Distinct URLs a unit. A unit is one tar and one Parquet part; a killed run goes on in the middle of one."""
 
@@ -83,14 +73,11 @@ class AdoptConfig(UnitsConfig):
     """Identify each caption's language (60 microseconds a caption); needed by filters on `lang`."""
     min_side: int = 32
     """Refuse pictures whose shorter side is below this many pixels; 0 takes all."""
-    max_aspect: float = 8.0
-    """Refuse pictures whose longer side is more than this many times the shorter; 0 takes all."""
 
 
 _BOUNDS = {
-    "size": (1, 65_535), "quality": (1, 100), "min_side": (0, 65_535), "max_aspect": (0, 65_535), "concurrency": (1, 10_000),
-    "per_host": (1, 10_000), "host_rate": (0, 10**6), "timeout": (0.001, 86_400), "min_rate": (0, 10**12),
-    "max_bytes": (1, 10**12), "retries": (0, 100), "min_success": (0, 1), "unit_urls": (1, 10**9),
+    "size": (1, 65_535), "quality": (1, 100), "min_side": (0, 65_535), "concurrency": (1, 10_000),
+    "per_host": (1, 10_000), "timeout": (0.001, 86_400), "retries": (0, 100), "unit_urls": (1, 10**9),
 }  # fmt: skip
 
 

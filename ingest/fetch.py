@@ -60,7 +60,7 @@ def run(config: IngestConfig) -> dict[str, Any]:
         ConfigError: a number out of its range.
         InputError: the list cannot be read or lacks a column.
         WorkFolderError: the work folder holds another list or other settings.
-        RunError: of at least `JUDGED_ROWS` rows, fewer than `min_success` succeed.
+        RunError: of at least `JUDGED_ROWS` rows, a smaller share than `MIN_SUCCESS` succeeds, and failures are not tried again.
     """
     check(config)
     if config.part and (config.retry_failed or config.engine == "img2dataset"):
@@ -74,7 +74,7 @@ def run(config: IngestConfig) -> dict[str, Any]:
         staging.refuse_other(stage.folder, "ingest")
         lost = _drop_parts_without_tar(stage.folder)
         if stage.finished and staging.is_whole(stage, "units") and not (config.retry_failed or lost):
-            tally.check_whole(stage.finished, config.min_success, stage.folder)
+            tally.check_whole(stage.finished, stage.folder)
             return stage.finished
         stage.reopen()
         for place in ("ingest", urllist.HOME, staging.PARTS):
@@ -134,13 +134,15 @@ def _fetch_all(config: IngestConfig, stage: Stage, plan: urllist.Planning) -> di
         at_end.enter_context(contextlib.closing(running))
         for _, report in running:
             total.add(report)
-            check_success(total, config.min_success)
+            if not config.retry_failed:
+                check_success(total)
     if partial := stage.left_to_others(lambda: len(open_units())):
         return partial
     stage.folder.remove(journal.HOME)
     summary = {**staging.summary(stage.folder), "hosts": tally.hosts(stage.folder)}
     catalog.write(stage.folder)
-    tally.check_whole(summary, config.min_success, stage.folder)
+    if not config.retry_failed:
+        tally.check_whole(summary, stage.folder)
     cpu_seconds = total.cpu_seconds + time.process_time() - cpu
     return stage.finish(
         {**summary, "seconds": time.monotonic() - started, "cpu_seconds": cpu_seconds, "units": len(rows)}
@@ -149,9 +151,7 @@ def _fetch_all(config: IngestConfig, stage: Stage, plan: urllist.Planning) -> di
 
 def _for_one_worker(config: IngestConfig, workers: int) -> IngestConfig:
     """`config` with this worker's share of what is allowed at a host."""
-    return dataclasses.replace(
-        config, per_host=max(1, config.per_host // workers), host_rate=config.host_rate / workers
-    )
+    return dataclasses.replace(config, per_host=max(1, config.per_host // workers))
 
 
 def _drop_parts_without_tar(folder: Folder) -> int:
@@ -223,9 +223,7 @@ class _Span:
 
     def __init__(self, config: IngestConfig, folder: Folder, watch: decoding.Watch, blame: decoding.Blame) -> None:
         self._config, self._folder, self._watch, self._blame = config, folder, watch, blame
-        self._rules = Rules(
-            config.size, config.resize, config.quality, config.keep_original, config.min_side, config.max_aspect
-        )
+        self._rules = Rules(config.size, config.resize, config.quality, config.keep_original, config.min_side)
         self._report = Report()
         self._room = Room(config.concurrency)
         self._ahead = asyncio.Semaphore(AHEAD * config.concurrency)
@@ -282,4 +280,5 @@ class _Span:
             self._report.outcomes[row["outcome"]] += 1
             if row["outcome"] != Outcome.OK:
                 self._report.failing_hosts[tally.host_of(row["final_url"] or row["url"] or "")] += 1
-        check_success(self._report, self._config.min_success)
+        if not self._config.retry_failed:
+            check_success(self._report)

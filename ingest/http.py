@@ -36,6 +36,8 @@ GRACE_S = 3.0  # slow starts are no slow downloads: the minimum rate holds after
 CONNECT_S = 10.0
 DNS_CACHE_S = 600
 REDIRECTS = 5
+MIN_RATE = 2000  # bytes a second of a body, below which it is given up
+MAX_BYTES = 32_000_000  # of a body, counted while it arrives and after decompression
 HEADER_BYTES = 65_536  # aiohttp's own limit of 8 KB is less than some content security policies
 _REDIRECTING = frozenset({301, 302, 303, 307, 308})
 _NAME = re.compile(r"([a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}\.?", re.IGNORECASE)
@@ -185,7 +187,8 @@ class Fetcher:
         self._config = config
         self._version = version
         self._resolver = resolver
-        self.hosts = politeness.Hosts(per_host=config.per_host, total=config.concurrency, rate=config.host_rate)
+        rate = 0.0 if config.allow_private else politeness.RATE * config.per_host
+        self.hosts = politeness.Hosts(per_host=config.per_host, total=config.concurrency, rate=rate)
         self.breaker = politeness.Breaker()
         self._robots: dict[yarl.URL, asyncio.Task[robots.Rules]] = {}
 
@@ -357,9 +360,9 @@ class Fetcher:
         headers = response.headers
         if rule := politeness.opt_out(headers.getall("X-Robots-Tag", ()), headers.getall("tdm-reservation", ())):
             raise _Failure(Outcome.OPTED_OUT, rule)
-        if (response.content_length or 0) > self._config.max_bytes:
+        if (response.content_length or 0) > MAX_BYTES:
             raise _Failure(Outcome.TOO_LARGE, f"{response.content_length:,} bytes announced")
-        return _decoded(await self._stream(response), headers.get("Content-Encoding"), self._config.max_bytes)
+        return _decoded(await self._stream(response), headers.get("Content-Encoding"), MAX_BYTES)
 
     async def _stream(self, response: aiohttp.ClientResponse) -> bytes:
         # details hold no counts of bytes or seconds, so that a repeated run writes the same rows
@@ -368,11 +371,11 @@ class Fetcher:
         while chunk := await _next_chunk(response):
             chunks.append(chunk)
             size += len(chunk)
-            if size > self._config.max_bytes:
-                raise _Failure(Outcome.TOO_LARGE, f"more than {self._config.max_bytes:,} bytes")
+            if size > MAX_BYTES:
+                raise _Failure(Outcome.TOO_LARGE, f"more than {MAX_BYTES:,} bytes")
             elapsed = time.monotonic() - started
-            if elapsed > GRACE_S and size < elapsed * self._config.min_rate:
-                raise _Failure(Outcome.TOO_SLOW, f"less than {self._config.min_rate:,} bytes/s")
+            if elapsed > GRACE_S and size < elapsed * MIN_RATE:
+                raise _Failure(Outcome.TOO_SLOW, f"less than {MIN_RATE:,} bytes/s")
         return b"".join(chunks)
 
 

@@ -62,7 +62,7 @@ def run(config: IngestConfig) -> dict[str, Any]:
     summary = adopt.run(
         AdoptConfig(
             work=config.work, workers=config.workers, fresh=config.fresh, shards=str(shards), lang=config.lang,
-            allow_empty=config.allow_empty, min_side=config.min_side, max_aspect=config.max_aspect,
+            allow_empty=config.allow_empty, min_side=config.min_side,
         )
     )  # fmt: skip
     cpu = after.children_user + after.children_system - before.children_user - before.children_system

@@ -13,6 +13,7 @@ from core.errors import ImageError
 from core.schema import Outcome
 
 HASH_SIDE = 256  # adopted pictures are hashed at this side, near what ingest stores, so that the two compare
+MAX_ASPECT = 8.0  # longer side to the shorter; beyond it are banners and rules
 LARGE = 8_000_000  # pixels of a picture of which a worker decodes only one at a time, for its memory's sake
 _large = threading.Lock()
 _ENDINGS = {"jpeg": "jpg", "tiff": "tif", "jpeg2000": "jp2"}
@@ -27,7 +28,6 @@ class Rules:
     quality: int = 90
     keep_original: bool = True
     min_side: int = 0
-    max_aspect: float = 0.0
 
 
 @dataclass
@@ -94,5 +94,5 @@ def check_size(width: int, height: int, rules: Rules) -> None:
     short, long = sorted((width, height))
     if rules.min_side and short < rules.min_side:
         raise ImageError(Outcome.TOO_SMALL, f"{width}x{height}")
-    if rules.max_aspect and long > rules.max_aspect * short:
+    if long > MAX_ASPECT * short:
         raise ImageError(Outcome.BAD_ASPECT, f"{width}x{height}")

@@ -22,6 +22,7 @@ _SCOPED = re.compile(r"(\*|[a-z][a-z0-9_.-]*(?:/[a-z0-9_.-]*)?)\s*:\s*(.*)", re.
 BACKOFF_S = 0.5
 LONGEST_WAIT_S = 30.0  # a host that asks for more is left alone instead, and --retry-failed has its rows
 LONGEST_SHUN_S = 3600.0
+RATE = 12.5  # visits a second for each download that is allowed at once at a host, which hosts of 80 ms come to by themselves
 FAILURES = 10  # attempts in a row that a host may leave unanswered before its rows are no longer tried
 SHUN_S = 60.0
 # What says that the host, not this one file, is in trouble.

@@ -15,7 +15,8 @@ from core.storage import Folder
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-JUDGED_ROWS = 2000  # rows before `min_success` is judged: where 3 % succeed, fewer than 1 % of 2,000 do so by no chance
+MIN_SUCCESS = 0.01  # share of rows; a broken network or a blocked address must not eat the whole list
+JUDGED_ROWS = 2000  # rows before it is judged: where 3 % succeed, fewer than 1 % of 2,000 do so by no chance
 HOSTS = 10  # in the summary
 _HOST = "coalesce(nullif(regexp_extract(coalesce(final_url, url), '://(?:[^/?#]*@)?([^/?#]*)', 1), ''), '(none)')"
 
@@ -34,32 +35,31 @@ class Report:
         self.cpu_seconds += other.cpu_seconds
 
 
-def check_success(report: Report, least: float) -> None:
+def check_success(report: Report) -> None:
     """Stop a run that collapses.
 
     Raises:
-        RunError: after at least `JUDGED_ROWS` rows, a smaller share than `least` has succeeded.
+        RunError: after at least `JUDGED_ROWS` rows, a smaller share than `MIN_SUCCESS` has succeeded.
     """
     rows, ok = report.outcomes.total(), report.outcomes[Outcome.OK]
-    if rows < JUDGED_ROWS or ok >= least * rows:
+    if rows < JUDGED_ROWS or ok >= MIN_SUCCESS * rows:
         return
     failures = Counter({k: n for k, n in report.outcomes.items() if k != Outcome.OK})
     words = [", ".join(f"{name} ({n:,})" for name, n in c.most_common(3)) for c in (failures, report.failing_hosts)]
     raise RunError(
-        f"only {ok:,} of {rows:,} rows succeeded, less than --min-success {least:g}; most common are {words[0]}, on the "
-        f"hosts {words[1]}; look into these, then run the same command again with --retry-failed (a lower --min-success "
-        "goes on regardless)"
+        f"only {ok:,} of {rows:,} rows succeeded, fewer than {MIN_SUCCESS:.0%}; most common are {words[0]}, on the hosts "
+        f"{words[1]}; look into these, then run the same command again with --retry-failed, which goes on regardless"
     )
 
 
-def check_whole(summary: dict[str, Any], least: float, folder: Folder) -> None:
+def check_whole(summary: dict[str, Any], folder: Folder) -> None:
     """Raise RunError where all rows together, whichever run has fetched them, are enough and fall short of `least`."""
-    if summary["rows"] >= JUDGED_ROWS and summary["ok"] < least * summary["rows"]:
+    if summary["rows"] >= JUDGED_ROWS and summary["ok"] < MIN_SUCCESS * summary["rows"]:
         with catalog.connect(folder) as connection:
             found = connection.execute(
                 f"SELECT {_HOST}, count(*) FROM pairs WHERE outcome != 'ok' GROUP BY ALL"
             ).fetchall()
-        check_success(Report(Counter(summary["outcomes"]), Counter(dict(found))), least)
+        check_success(Report(Counter(summary["outcomes"]), Counter(dict(found))))
 
 
 def host_of(url: str) -> str:

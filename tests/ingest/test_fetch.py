@@ -238,7 +238,7 @@ def test_the_other_engine_for_real(tmp_path: Path, server: Server, monkeypatch: 
 @pytest.mark.parametrize(
     "wrong",
     [{"concurrency": 0}, {"per_host": 0}, {"unit_urls": 0}, {"retries": -1}, {"size": 0}, {"quality": 101}, {"timeout": 0.0},
-     {"min_success": 1.5}, {"max_aspect": float("nan")}, {"workers": -1}],
+     {"timeout": float("nan")}, {"min_side": -1}, {"workers": -1}],
     ids=str,
 )  # fmt: skip
 def test_numbers_without_a_meaning_are_refused(tmp_path: Path, server: Server, wrong: dict[str, Any]) -> None:
@@ -295,12 +295,12 @@ def test_a_collapse_stops_the_run_and_names_hosts(
 ) -> None:
     rows = [(server.url(f"/fault/missing?{i}"), "gone") for i in range(30)]
     urls = write_list(tmp_path / "list.parquet", rows)
-    assert run(tmp_path, urls, min_success=0.5)["ok"] == 0  # too few to be judged
+    assert run(tmp_path, urls)["ok"] == 0  # too few to be judged
     monkeypatch.setattr("ingest.tally.JUDGED_ROWS", 30)
     for _ in range(2):  # that all rows are there makes them no better
         with pytest.raises(RunError, match=rf"0 of 30 rows.*http_4xx \(30\).*127.0.0.1:{server.port} \(30\)"):
             run(tmp_path, urls)
-    assert run(tmp_path, urls, min_success=0.0)["ok"] == 0
+    assert run(tmp_path, urls, retry_failed=True)["ok"] == 0
 
 
 def test_a_collapse_stops_before_the_list_ends(tmp_path: Path, server: Server) -> None:
@@ -538,9 +538,8 @@ def test_the_progress_line_counts_successes_and_not_rows() -> None:
 
 
 def test_workers_share_what_is_allowed_at_a_host() -> None:
-    config = IngestConfig(urls="", per_host=8, host_rate=10.0)
+    config = IngestConfig(urls="", per_host=8)
     assert [fetch._for_one_worker(config, n).per_host for n in (1, 3, 8, 20)] == [8, 2, 1, 1]
-    assert fetch._for_one_worker(config, 4).host_rate == 2.5
 
 
 def test_two_workers_write_what_one_writes(tmp_path: Path, server: Server) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from core.config import flag_name
 from core.schema import Outcome
+from dedup.config import DedupConfig
 from ingest.config import IngestConfig
 from shardkit.config import ShardConfig
 
@@ -26,7 +27,7 @@ def flags(config: type) -> set[str]:
 def test_every_option_of_ours_is_named_and_no_other() -> None:
     body = GUIDE.partition("becomes")[2]
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", body))
-    assert named <= flags(IngestConfig) | flags(ShardConfig) | {"--json", "--help"}
+    assert named <= flags(IngestConfig) | flags(DedupConfig) | flags(ShardConfig) | {"--json", "--help"}
     common = {"--resume", "--lang", "--no-robots"}  # the defaults of switches
     assert flags(IngestConfig) - named <= common
 

@@ -38,6 +38,7 @@ def fetch(*urls: str, resolver: aiohttp.abc.AbstractResolver | None = None, **se
 @pytest.fixture(autouse=True)
 def little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "GRACE_S", 0.4)
+    monkeypatch.setattr(http, "MAX_BYTES", 1_000_000)
 
 
 class Names(aiohttp.abc.AbstractResolver):
@@ -90,7 +91,7 @@ def test_a_good_picture_comes_whole(server: Server) -> None:
 )
 def test_misbehaviour_ends_in_its_outcome(server: Server, kind: str, outcome: Outcome, detail: str | None) -> None:
     started = time.monotonic()
-    (got,) = fetch(server.url(f"/fault/{kind}"), timeout=1.5, max_bytes=1_000_000)
+    (got,) = fetch(server.url(f"/fault/{kind}"), timeout=1.5)
     assert got.outcome == outcome, got
     assert detail is None or got.detail == detail
     assert "0x" not in (got.detail or "")
@@ -396,3 +397,15 @@ def test_slots_of_one_host_bound_what_is_open_at_once(server: Server) -> None:
     got = fetch(*[server.url(f"/pic/{i}.jpg") for i in range(40)], per_host=4)
     assert {g.outcome for g in got} == {Outcome.OK}
     assert server.peak <= 4
+
+
+@pytest.mark.parametrize(("allow_private", "wait"), [(False, 0.02), (True, 0.0)])
+def test_strangers_are_not_visited_faster_than_a_rate(allow_private: bool, wait: float) -> None:
+    hosts = Fetcher(IngestConfig(urls="", per_host=4, allow_private=allow_private)).hosts
+
+    async def last_of(visits: int) -> float:
+        host = politeness._Host(asyncio.Semaphore(4))
+        return [hosts._take_token(host) for _ in range(visits)][-1]
+
+    assert asyncio.run(last_of(50)) == 0.0  # one second's worth at once
+    assert asyncio.run(last_of(51)) == pytest.approx(wait, rel=0.5)
