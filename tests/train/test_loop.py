@@ -195,14 +195,14 @@ def test_micro_batches_do_not_change_the_course(work: Path) -> None:
 
 def test_a_run_keeps_the_precision_it_began_with(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Continued where `auto` means another type, as on another kind of machine; another type by name is refused."""
-    config = replace(settings(work, "precision", steps=4, val="none"), precision="auto")
+    config = replace(settings(work, "precision", steps=2, val="none"), precision="auto")
     monkeypatch.setattr("train.distributed.cpu_flags", lambda: {"avx512_bf16"})
     run(config)
     recorded = json.loads((home(work, "precision") / "config.json").read_text())
     assert recorded["settings"]["precision"] == recorded["as_run"]["precision"] == "bf16"
     (home(work, "precision") / "done.json").unlink()
     monkeypatch.setattr("train.distributed.cpu_flags", set)
-    assert run(config)["steps"] == 4
+    assert run(config)["steps"] == 2
     with pytest.raises(WorkFolderError, match="precision was 'bf16', now 'fp32'"):
         run(replace(config, precision="fp32"))
     run(replace(config, fresh=True))
