@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
+import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from bench.peers import ready
 from core import catalog
 from core.errors import InputError, WorkFolderError
 from core.images import encode_jpeg, read_header
@@ -38,14 +41,16 @@ from train.towers import CLIP
 SHAPE = model_config("test-32")
 
 
-def make_pairs(work: Path, part: int, captions: list[str], broken: int | None = None) -> list[bytes]:
+def make_pairs(
+    work: Path, part: int, captions: list[str], broken: int | None = None, size: tuple[int, int] = (64, 48)
+) -> list[bytes]:
     """One ingest part whose pictures carry two captions each; returns the pictures."""
     parts = work / "ingest" / "parts"
     parts.mkdir(parents=True, exist_ok=True)
     name, bodies, rows = f"u{part:06d}", [], []
     with tarfile.open(parts / f"{name}.tar", "w") as tar:
         for i in range(0, len(captions), 2):
-            body = b"no picture" if broken == i else encode_jpeg(photograph(10 * part + i), 90)
+            body = b"no picture" if broken == i else encode_jpeg(photograph(10 * part + i, *size), 90)
             info = tarfile.TarInfo(f"{i}.jpg")
             info.size = len(body)
             tar.addfile(info, io.BytesIO(body))
@@ -118,6 +123,26 @@ def test_an_open_clip_folder_scores_the_same(work: Path, tmp_path: Path) -> None
         run(ScoreConfig(**settings))
     run(ScoreConfig(**settings, fresh=True))
     assert scores(work) == pytest.approx(ours, abs=1e-6)
+
+
+@pytest.mark.skipif(ready("open_clip") is None, reason="needs open_clip's side environment: make peers")
+def test_a_checkpoint_of_open_clips_gives_open_clips_own_cosines(tmp_path: Path) -> None:
+    captions = [
+        "a red thing", "something blue", "Zwei grüne Äpfel auf einem Tisch", "a photo of 3 dogs, running!",
+        "the same word " * 30, "",
+    ]  # fmt: skip
+    bodies = make_pairs(tmp_path, 0, captions, size=(224, 224))
+    for i, body in enumerate(bodies):
+        (tmp_path / f"{i}.jpg").write_bytes(body)
+    asked = [tmp_path / name for name in ("weights.pt", "asked.json", "scores.json")]
+    asked[1].write_text(json.dumps([[str(tmp_path / f"{i // 2}.jpg"), c] for i, c in enumerate(captions)]))
+    peer = Path(__file__).with_name("open_clip_scores.py")
+    done = subprocess.run([str(ready("open_clip")), peer, "ViT-B-32", *asked], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    run(ScoreConfig(work=str(tmp_path), checkpoint=str(asked[0]), model="ViT-B-32", precision="fp32", device="cpu"))
+    found, theirs = scores(tmp_path), json.loads(asked[2].read_text())
+    assert max(theirs) - min(theirs) > 1e-3  # random towers still tell these pairs apart
+    assert [found[f"0-{i}"] for i in range(len(captions))] == pytest.approx(theirs, abs=1e-4)
 
 
 def test_nothing_to_score_or_to_score_with(work: Path) -> None:
