@@ -224,8 +224,9 @@ def fixes(verdict: str, e: Evidence) -> list[Fix]:
         return [Fix("copies", "decode on the GPU: --decode dali, so that compressed bytes are copied")]
     if verdict == "overhead_bound":
         words = "a larger batch (--batch-size), or --micro-batch 0 where memory allows it"
-        fix = Fix("small_batch", words, gain_of(e, "batch"), "batch")
-        return [fix, Fix("small_batch", "--compile, which joins small operations")] if e.gpu else [fix]
+        larger = Fix("small_batch", words, gain_of(e, "batch"), "batch")
+        joined = [Fix("small_batch", "--compile, which joins small operations")] if e.gpu else []
+        return [*_precision(e), larger, *joined]
     if verdict == "read_bound":
         cause = "slow_network" if e.remote else "slow_disk"
         words = "copy the shards to a local SSD"
@@ -236,14 +237,11 @@ def fixes(verdict: str, e: Evidence) -> list[Fix]:
     if verdict == "decode_bound":
         return _decode_fixes(e)
     if verdict == "cores_shared":
-        return [
-            *_smaller(e),
-            Fix("shared_cores", "more cores, so that decoding and the model do not share them", ceiling(e)),
-        ]
-    if (e.precision == "fp32") != (e.native == "fp32"):
-        words = f"--precision {e.native}, which this device multiplies faster than {e.precision}"
-        return [Fix("slow_precision", words, gain_of(e, "precision"), "precision")]
-    return [Fix("compute", "spend the effort on the model: larger batch, --compile on GPUs, more ranks")]
+        words = "more cores, so that decoding and the model do not share them"
+        return [*_precision(e), *_smaller(e), Fix("shared_cores", words, ceiling(e))]
+    return _precision(e) or [
+        Fix("compute", "spend the effort on the model: larger batch, --compile on GPUs, more ranks")
+    ]
 
 
 def _decode_fixes(e: Evidence) -> list[Fix]:
@@ -257,6 +255,14 @@ def _decode_fixes(e: Evidence) -> list[Fix]:
         words = f"re-encode: {e.progressive:.0%} of the JPEGs are progressive, which decode slowly (ingest --size)"
         found.append(Fix("progressive", words))
     return found or [Fix("slow_cores", "more or faster cores; the pictures are small and every core decodes already")]
+
+
+def _precision(e: Evidence) -> list[Fix]:
+    """Where the model limits, in a type that this device emulates or does slowly."""
+    if (e.precision == "fp32") == (e.native == "fp32"):
+        return []
+    words = f"--precision {e.native}, which this device multiplies faster than {e.precision}"
+    return [Fix("slow_precision", words, gain_of(e, "precision"), "precision")]
 
 
 def _smaller(e: Evidence) -> list[Fix]:

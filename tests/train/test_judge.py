@@ -79,6 +79,8 @@ def test_a_type_that_the_device_multiplies_slowly() -> None:
     found = judge(slow)
     assert (found["verdict"], found["cause"]) == ("not_input_bound", "slow_precision")
     assert found["fixes"][0]["apply"] == "precision" and found["fixes"][0]["predicted_gain"] > 8
+    shared = dataclasses.replace(CASES["cores_shared"], native="fp32", rehearsed={"precision": 5000})
+    assert (judge(shared)["verdict"], judge(shared)["cause"]) == ("cores_shared", "slow_precision")
     both_16_bits = judge(dataclasses.replace(slow, precision="fp16", native="bf16"))
     assert both_16_bits["cause"] == "compute"
 
