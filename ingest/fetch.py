@@ -190,12 +190,14 @@ def _numbers(span: int, stride: int, group: Group, units: int) -> list[int]:
 
 def fetch_span(group: Group, *, config: IngestConfig, folder: Folder, numbers: Numbers, notes: Path) -> Report:
     """Do every unfinished unit of one run of units; `notes` is the folder of what is being decoded."""
+    import uvloop
+
     one_thread_each()
     cpu = time.process_time()
     try:
         notes.mkdir(exist_ok=True)  # on another machine of a Ray cluster, where nobody will read it
         with decoding.Watch(notes, group.id) as watch:
-            report = asyncio.run(_Span(config, folder, watch, decoding.blame(notes, group.id)).work(group, numbers))
+            report = uvloop.run(_Span(config, folder, watch, decoding.blame(notes, group.id)).work(group, numbers))
     except BaseExceptionGroup as errors:
         raise _first_cause(errors) from errors
     if multiprocessing.parent_process() is not None:  # in the main process it is counted there

@@ -8,6 +8,6 @@ import os
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 for name in ("core.images", "core.imagehash", "ingest.fetch", "ingest.http", "PIL.Image", "ftfy", "pyarrow.parquet",
-             "simplejpeg", "xxhash"):  # fmt: skip
+             "simplejpeg", "uvloop", "xxhash"):  # fmt: skip
     importlib.import_module(name)
 gc.freeze()  # what is imported stays; looking through it for garbage over and over is 1 % of a worker's time

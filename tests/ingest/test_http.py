@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp.abc
 import pytest
+import uvloop
 
 from core.schema import Outcome
 from ingest import http, politeness
@@ -32,7 +33,7 @@ def fetch(*urls: str, resolver: aiohttp.abc.AbstractResolver | None = None, **se
         async with Fetcher(config, version="1", resolver=resolver) as fetcher:
             return list(await asyncio.gather(*map(fetcher.fetch, urls)))
 
-    return asyncio.run(go())
+    return uvloop.run(go())
 
 
 @pytest.fixture(autouse=True)
