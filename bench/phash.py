@@ -27,10 +27,9 @@ from PIL import Image, ImageDraw, ImageOps
 from bench.machine import claim
 from core.imagehash import image_hash
 from dedup import phash
-from dedup.config import DedupConfig
 
 U8 = npt.NDArray[np.uint8]
-RADIUS = DedupConfig(work="").image_bits
+RADIUS = phash.RADIUS
 COUNT = 200_000
 
 

@@ -1,7 +1,7 @@
 """Decontamination: which pairs show a picture, or say a caption, of an evaluation set, and on what evidence.
 
 N pairs of the data, M rows of the set (an item has as many rows as captions). A pair matches an item that has its URL, its
-bytes, a picture hash at most `--image-bits` away (directly or mirrored), or a caption that is equal or at least
+bytes, a picture hash at most phash.RADIUS bits away (directly or mirrored), or a caption that is equal or at least
 `--threshold` alike. Captions of fewer than five different words match nothing: "a dog" in a test set is no leak.
 """
 
@@ -125,7 +125,7 @@ def match(pairs: Pairs, sets: Sets, items: Items, config: DedupConfig) -> Matche
             hit[their_rows] |= np.isin(their_keys, keys)
             _note(found, kind, _of_key(rows, keys, their_rows, their_keys, n), np.ones(n, np.float32))
         elif kind == "image_hash":
-            _note(found, kind, *_near_pictures(pairs, theirs, 1 - config.image_bits / 256, hit))
+            _note(found, kind, *_near_pictures(pairs, theirs, phash.AT_LEAST, hit))
         else:
             _note(found, kind, *_near_captions(pairs, sets, items, config, hit))
     return found
@@ -214,7 +214,7 @@ def _near_captions(pairs: Pairs, ours: Sets, items: Items, config: DedupConfig, 
     theirs = np.arange(len(ours.sizes), len(both.sizes))
     _, rows = bands.rows_for(config.threshold)
     met = np.zeros(0, np.uint64)
-    keys = zip(*(minhash.band_keys(both, which, rows, config.minhash) for which in (full, theirs)), strict=True)
+    keys = zip(*(minhash.band_keys(both, which, rows) for which in (full, theirs)), strict=True)
     for our_keys, keys_there in keys:
         here, there = bands.meeting(our_keys, keys_there)
         met = bands.merged(met, bands.pair_keys(full[here], theirs[there]))

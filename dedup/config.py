@@ -9,8 +9,6 @@ from core.config import UnitsConfig, setting
 from core.errors import ConfigError
 from core.redact import redacted
 
-MOST_BITS = 64  # image hashes are compared up to this distance, so that any radius below re-uses the comparisons
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DedupConfig(UnitsConfig):
@@ -39,9 +37,6 @@ class DedupConfig(UnitsConfig):
     threshold: float = setting(0.8, stable=False)
     """Jaccard similarity of word sets from which captions are near-duplicates, 0.3 to 1. 0.8 lets one word in ten
     change; 1 wants the same words, as captions of fewer than five words always do."""
-    image_bits: int = setting(36, stable=False)
-    """Largest distance in bits, of 256, between hashes of the same picture, 0 to 64. Recompression moves 4, a crop of 5 %
-    of the area 22; different photographs lie above 64."""
     method: Literal["greedy", "components"] = setting("greedy", stable=False)
     """`greedy` removes only what is itself similar to the pair that stays; `components` lets similarity chain from pair
     to pair, which removes up to a tenth more where captions follow patterns."""
@@ -64,8 +59,6 @@ class DedupConfig(UnitsConfig):
     balance: int = setting(0, stable=False)
     """Balance captions as MetaCLIP did, by the data's own words: one that more than this many captions hold is sampled down
     to about it (MetaCLIP: 20000 for 400 M pairs); 0 leaves them alone."""
-    minhash: Literal["numpy", "datasketch"] = setting("numpy", stable=False)
-    """Who computes the caption signatures: `datasketch` is the slow reference (ten times slower)."""
     dry_run: bool = setting(False, flags="--dry-run/--decide", stable=False)
     """Report what would be dropped, rule by rule, and decide nothing."""
 
@@ -79,8 +72,6 @@ class DedupConfig(UnitsConfig):
         """Raise ConfigError for a value outside its range or settings that contradict each other."""
         if not 0.3 <= self.threshold <= 1:
             raise ConfigError(f"--threshold: expected a similarity from 0.3 to 1, found {self.threshold:g}")
-        if not 0 <= self.image_bits <= MOST_BITS:
-            raise ConfigError(f"--image-bits: expected 0 to {MOST_BITS} bits, found {self.image_bits}")
         if self.max_captions_per_image < 0 or self.max_images_per_caption < 1:
             raise ConfigError(
                 "--max-captions-per-image starts at 0 (no limit) and --max-images-per-caption at 1, found "

@@ -24,7 +24,7 @@ from core.errors import ConfigError, HardwareError, InputError
 from core.runner import cores
 from core.storage import Folder
 from core.work import Stage, fingerprint, open_stage
-from dedup import against, balance, bands, boilerplate, captions, evalsets, filters, oracle, policy
+from dedup import against, balance, bands, boilerplate, captions, evalsets, filters, oracle, phash, policy
 from dedup.clusters import components, smallest_of
 from dedup.config import DedupConfig
 from dedup.evidence import Likeness, Pairs, image_groups, in_company
@@ -190,8 +190,8 @@ class _Decider:
         read = int(copies.sum(dtype=np.int64))
         verdicts = None if verdicts is None else verdicts.take(np.cumsum(copies, dtype=np.int64) - copies)
         matches = [against.match(every, self.store.sets(sets), items, self.config) for items in evaluated]
-        pictures = self.store.image_edges(every).at_least(1 - self.config.image_bits / 256)
-        found = self.store.caption_edges(every, self.config.threshold, self.config.minhash)
+        pictures = self.store.image_edges(every)
+        found = self.store.caption_edges(every, self.config.threshold)
         similar, sample = (edges.at_least(self.config.threshold) for edges in found)
         # the others stay, like no other, which is said by saying nothing of them
         rows = np.flatnonzero(in_company(every, similar, pictures) | self._in_question(len(every), verdicts, matches))
@@ -299,7 +299,7 @@ def _rules(config: DedupConfig) -> policy.Rules:
         method=config.method,
         max_captions_per_image=config.max_captions_per_image,
         max_images_per_caption=1 if config.captions else config.max_images_per_caption,
-        image_at_least=1 - config.image_bits / 256,
+        image_at_least=phash.AT_LEAST,
         caption_at_least=config.threshold,
     )
 

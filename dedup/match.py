@@ -36,17 +36,16 @@ class Edges:
         return Edges(self.a[wanted], self.b[wanted], self.similarity[wanted])
 
 
-def caption_candidates(sets: Sets, threshold: float, by: str, numbers: range, share: bands.Share = bands.WHOLE) -> U64:
+def caption_candidates(sets: Sets, threshold: float, numbers: range, share: bands.Share = bands.WHOLE) -> U64:
     """Pairs of token sets that these bands bring together and that may be as alike as the lower end of `threshold`'s range.
 
     Args:
-        by: who computes the bands' keys (minhash.band_keys).
         share: of each band's keys.
     """
     floor, rows = bands.rows_for(threshold)
     full = np.flatnonzero(sets.sizes)
     found = np.zeros(0, np.uint64)
-    for number, keys in zip(numbers, minhash.band_keys(sets, full, rows, by, numbers), strict=True):
+    for number, keys in zip(numbers, minhash.band_keys(sets, full, rows, numbers), strict=True):
         crowd, shared = bands.buckets(keys, share)
         more = [(number * rows + rows + k) % minhash.PERMUTATIONS for k in (0, 1)]
         pairs = bands.candidates(full[crowd], shared, functools.partial(_nearness, sets, more))

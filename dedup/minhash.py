@@ -8,14 +8,12 @@ and reading them again took longer than computing them anew.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from core.errors import HardwareError
-from dedup.tokens import Sets, alike, segments
+from dedup.tokens import Sets, alike
 
 PERMUTATIONS = 60  # divides by 2, 3, 4, 5, 6, so that they can be cut into bands for every threshold (bands.rows_for)
 SEED = 20140601
@@ -26,20 +24,14 @@ I64 = npt.NDArray[np.int64]
 _MULTIPLIERS = np.random.default_rng(SEED).integers(0, 2**32, PERMUTATIONS, np.uint32) | np.uint32(1)
 
 
-def band_keys(sets: Sets, which_N: I64, rows: int, by: str = "numpy", numbers: range | None = None) -> U32:
+def band_keys(sets: Sets, which_N: I64, rows: int, numbers: range | None = None) -> U32:
     """Keys [B, N] of the sets numbered `which_N` (none of them empty): equal where `rows` values in a row are equal.
 
     Args:
         numbers: of the bands; all of them where it is left out.
-        by: `numpy`, or `datasketch`, whose permutations are others and ten times as slow.
     """
     numbers = numbers or range(PERMUTATIONS // rows)
     keys_BN = np.zeros((len(numbers), len(which_N)), np.uint32)
-    if by == "datasketch":
-        values_KN = with_datasketch(sets, which_N)[numbers.start * rows : numbers.stop * rows]
-        for k, values_N in enumerate(values_KN):
-            keys_BN[k // rows] = _folded(keys_BN[k // rows], values_N)
-        return keys_BN
     multipliers_Br = _MULTIPLIERS.reshape(-1, rows)[numbers.start : numbers.stop]
     for rows_n, words_Wn in _tables(sets, which_N):
         values_Wn, smallest_n = np.empty_like(words_Wn), np.empty(len(rows_n), np.uint32)
@@ -75,20 +67,3 @@ def _folded(keys_n: U32, values_n: U32) -> U32:
     keys_n ^= keys_n >> np.uint32(13)
     keys_n *= np.uint32(0xC2B2AE35)
     return keys_n
-
-
-def with_datasketch(sets: Sets, which_N: I64) -> U32:
-    """`values` by all permutations of datasketch's MinHash: the slow reference.
-
-    Raises:
-        HardwareError: datasketch is not installed.
-    """
-    try:
-        from datasketch import MinHash
-    except ImportError as error:
-        raise HardwareError("--minhash datasketch needs that package; run: pip install datasketch") from error
-    words, offsets = segments(sets.flat, sets.starts[which_N], sets.sizes[which_N])
-    documents = [words[start:end].tolist() for start, end in itertools.pairwise(offsets)]
-    made = MinHash.bulk(documents, num_perm=PERMUTATIONS, seed=SEED, hashfunc=int)
-    result_NK = np.array([m.hashvalues for m in made], np.uint64).astype(np.uint32).reshape(-1, PERMUTATIONS)
-    return np.ascontiguousarray(result_NK.T)

@@ -20,6 +20,10 @@ U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
 
+RADIUS = (
+    36  # bits between hashes of one picture: recompression moves 4, a crop of 5 % 22; other photographs lie above 64
+)
+AT_LEAST = 1 - RADIUS / 256
 BANDS = 24
 SEED = 256
 LOW = 10  # bands take bits of the lowest 10 x 10 frequencies: a crop flips 4 % of them and 12 % of the highest

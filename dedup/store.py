@@ -22,7 +22,6 @@ from core.catalog import PAIRS
 from core.storage import Folder
 from dedup import edges, match, minhash, oracle, phash
 from dedup.bands import Share, rows_for
-from dedup.config import MOST_BITS
 from dedup.evidence import Hashes, Pairs, bytes_of
 from dedup.match import Edges
 from dedup.sign import SIGNATURES, VERSION, mapped, opened, stored_sets, unpacked
@@ -143,19 +142,19 @@ class Store:
 
     # ---- edges ---------------------------------------------------------------------------------------------------------
 
-    def caption_edges(self, pairs: Pairs, threshold: float, by: str) -> tuple[Edges, Edges]:
+    def caption_edges(self, pairs: Pairs, threshold: float) -> tuple[Edges, Edges]:
         """Verified edges that serve `threshold`, between set numbers, and those that the oracle finds around a sample."""
         floor, rows = rows_for(threshold)
         count = int(pairs.set_number.max(initial=-1)) + 1
-        words = _Captions(self.folder.url, self.of, count, floor, minhash.PERMUTATIONS // rows, by)
-        return self._matched(f"captions-{rows}", by, words), self._edges(
+        words = _Captions(self.folder.url, self.of, count, floor, minhash.PERMUTATIONS // rows)
+        return self._matched(f"captions-{rows}", "", words), self._edges(
             f"sample-{rows}", "", lambda: _sampled(self.sets(count), floor)
         )
 
     def image_edges(self, pairs: Pairs) -> Edges:
-        """Verified edges between numbers of hashes, up to 64 bits apart."""
+        """Verified edges between numbers of hashes."""
         count = int(pairs.hash_row.max(initial=-1)) + 1
-        return self._matched("images", f"{MOST_BITS}", _Pictures(self.folder.url, self.of, count))
+        return self._matched("images", f"{phash.RADIUS}", _Pictures(self.folder.url, self.of, count))
 
     def _matched(self, name: str, how: str, things: edges.Things) -> Edges:
         """These edges, read where they are there, else found in units and kept."""
@@ -256,14 +255,13 @@ class _Captions:
     count: int
     at_least: float
     bands: int
-    by: str
 
     @property
     def keys(self) -> int:
         return self.count
 
     def candidates(self, numbers: range, share: Share) -> U64:
-        return match.caption_candidates(_sets(self.url, self.of, self.count), self.at_least, self.by, numbers, share)
+        return match.caption_candidates(_sets(self.url, self.of, self.count), self.at_least, numbers, share)
 
     def similarity(self, a: I64, b: I64) -> F32:
         return match.jaccard(_sets(self.url, self.of, self.count), a, b)
@@ -276,7 +274,7 @@ class _Pictures:
     url: str
     of: str
     count: int
-    at_least: float = 1 - MOST_BITS / 256
+    at_least: float = phash.AT_LEAST
     bands: int = phash.BANDS
 
     @property

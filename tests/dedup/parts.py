@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+from datasketch import MinHash
 
 from core import catalog
 from core.imagehash import image_hash
@@ -19,6 +20,8 @@ from core.schema import decision_schema, pair_schema
 from core.storage import Folder
 from dedup.config import DedupConfig
 from dedup.keep import run
+from dedup.minhash import PERMUTATIONS, SEED
+from dedup.tokens import Sets
 
 
 @functools.cache
@@ -86,3 +89,11 @@ def decisions(work: Path) -> dict[str, dict[str, Any]]:
 
 def kept(work: Path) -> set[str]:
     return {uid for uid, row in decisions(work).items() if row["kept"]}
+
+
+def datasketchs_values(sets: Sets, which: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+    """`minhash.values` by all permutations of datasketch's MinHash, the reference."""
+    documents = [sets.flat[s : s + n].tolist() for s, n in zip(sets.starts[which], sets.sizes[which], strict=True)]
+    made = MinHash.bulk(documents, num_perm=PERMUTATIONS, seed=SEED, hashfunc=int)
+    values = np.array([m.hashvalues for m in made], np.uint64).astype(np.uint32).reshape(-1, PERMUTATIONS)
+    return np.ascontiguousarray(values.T)

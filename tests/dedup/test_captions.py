@@ -18,7 +18,7 @@ from core.errors import InputError
 from dedup import minhash
 from dedup.match import jaccard
 from dedup.tokens import as_sets, fold, tokenise
-from tests.dedup.parts import decide, decisions, kept, pair, write_parts
+from tests.dedup.parts import datasketchs_values, decide, decisions, kept, pair, write_parts
 
 THRESHOLD = 0.8
 
@@ -129,7 +129,7 @@ def test_minhash_estimates_jaccard_without_bias() -> None:
     right = [" ".join(c.split()[:16] + [f"b{i}x{j}" for j in range(4)]) for i, c in enumerate(left)]
     sets, _, _ = as_sets(pa.array(left + right))
     true = 16 / 24
-    for make in (functools.partial(minhash.values, permutations=range(60)), minhash.with_datasketch):
+    for make in (functools.partial(minhash.values, permutations=range(60)), datasketchs_values):
         values = make(sets, np.arange(800))
         estimate = (values[:, :400] == values[:, 400:]).mean(axis=0)
         # 400 estimates of 60 permutations each: the mean's standard error is 0.003
@@ -173,13 +173,12 @@ def _words(captions: list[str]) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize("by", ["numpy", "datasketch"])
-def test_keys_of_bands_are_equal_where_their_values_are(world: tuple[Path, list[str]], by: str) -> None:
+def test_keys_of_bands_are_equal_where_their_values_are(world: tuple[Path, list[str]]) -> None:
     sets, _, _ = as_sets(pa.array(world[1]))
     which = np.flatnonzero(sets.sizes >= 5)[::-1]
-    values = minhash.values(sets, which, range(60)) if by == "numpy" else minhash.with_datasketch(sets, which)
+    values = minhash.values(sets, which, range(60))
     for rows in (2, 5):
-        keys = minhash.band_keys(sets, which, rows, by)
+        keys = minhash.band_keys(sets, which, rows)
         for key, band in zip(keys, values.reshape(-1, rows, len(which)), strict=True):
             _, same = np.unique(band, axis=1, return_inverse=True)
             first = np.unique(same, return_index=True)[1][same.ravel()]

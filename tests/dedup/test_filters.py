@@ -147,7 +147,6 @@ def test_a_preset_without_its_column_says_who_makes_it(tmp_path: Path) -> None:
     "settings",
     [
         {"threshold": 0.1},
-        {"image_bits": 65},
         {"max_images_per_caption": 0},
         {"captions": "x.csv", "where": "true"},
         {"balance": -1},

@@ -99,8 +99,6 @@ def test_near_duplicate_pictures_of_other_urls_fall(tmp_path: Path) -> None:
         assert (row["reason"], row["survivor"], row["evidence"]) == ("image_duplicate", "a", "image_hash")
         assert 1 - 40 / 256 <= row["similarity"] < 1.0 or uid == "mirror"
         assert row["image_group"] == "a"
-    decide(tmp_path, policy="image", image_bits=0)  # the same comparisons, another radius
-    assert len(kept(tmp_path)) >= 5
 
 
 def _flickr8k() -> Path:
