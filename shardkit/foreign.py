@@ -19,15 +19,25 @@ from core.errors import DataError, InputError
 from core.schema import sound
 from core.storage import Folder, expand
 from shardkit.index import Shard, split_name
+from shardkit.rows import Rows
 from shardkit.tar import Member, scan_file
 
 log = logging.getLogger("pairmill.shardkit")
 IMAGES = ("jpg", "jpeg", "png", "webp")
 CAPTION_KEYS = ("captions", "caption", "text", "TEXT")
+_SCHEMA = pa.schema(
+    [
+        pa.field("key", pa.string()), pa.field("uid", pa.string()), pa.field("captions", pa.list_(pa.string())),
+        pa.field("jpg_offset", pa.int64()), pa.field("jpg_size", pa.int64()), pa.field("width", pa.int64()),
+        pa.field("height", pa.int64()), pa.field("crc32", pa.uint32()), pa.field("image_group", pa.string()),
+    ]
+)  # fmt: skip
 _BRACES = re.compile(r"\{([^{}]*)\}")
 
 
-def open_foreign(url: str, *, skip: bool = False) -> tuple[Folder, list[Shard], pa.Table, str, list[int], list[Shard]]:
+def open_foreign(
+    url: str, *, skip: bool = False
+) -> tuple[Folder, list[Shard], list[Rows], str, list[int], list[Shard]]:
     """What `opening.Opened` holds, of webdataset tars; samples carry no checksum. `skip` leaves damaged tars out.
 
     Raises:
@@ -36,7 +46,7 @@ def open_foreign(url: str, *, skip: bool = False) -> tuple[Folder, list[Shard], 
     """
     paths = tar_paths(url)
     folder = Folder(paths[0].rpartition("/")[0] or ".")
-    shards, rows, bad = [], [], list[Shard]()
+    shards, tables, bad = list[Shard](), list[Rows](), list[Shard]()
     digest = xxhash.xxh3_128()
     skipped = 0
     for path in paths:
@@ -54,11 +64,12 @@ def open_foreign(url: str, *, skip: bool = False) -> tuple[Folder, list[Shard], 
         skipped += without
         digest.update(f"{name.rpartition('/')[2]} {size} {[(r['key'], r['jpg_offset']) for r in found]}".encode())
         shards.append(Shard(name, len(found), size))
-        rows.extend(found)
-    if not rows:
+        tables.append(pa.Table.from_pylist(found, _SCHEMA).select)
+    samples = sum(shard.samples for shard in shards)
+    if not samples:
         raise InputError(f"expected pictures with captions in {url}, found none in {len(paths)} tars")
-    log.info("%s: %d samples in %d tars without our index, %d left out", url, len(rows), len(paths), skipped)
-    return folder, shards, pa.Table.from_pylist(rows), digest.hexdigest(), [len(shards)], bad
+    log.info("%s: %d samples in %d tars without our index, %d left out", url, samples, len(paths), skipped)
+    return folder, shards, tables, digest.hexdigest(), [len(shards)], bad
 
 
 def tar_paths(url: str) -> list[str]:

@@ -179,10 +179,10 @@ def left_over(samples: int, count: int, seed: int, epoch: int) -> Int64:
 
 def _shuffled(ids: Int64, key: np.uint64) -> Int64:
     """`ids` in the order of their keyed hashes: the same with every NumPy, which its own generators do not promise."""
-    return ids[np.argsort(_mix(ids.astype(np.uint64) * _GOLDEN + key), kind="stable")]
+    return ids[np.argsort(mix(ids.astype(np.uint64) * _GOLDEN + key), kind="stable")]
 
 
-def _mix(x: UInt64) -> UInt64:
+def mix(x: UInt64) -> UInt64:
     """The finaliser of splitmix64 (Steele, Lea and Flood 2014), which spreads every input bit over all output bits."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -193,5 +193,5 @@ def _key(*parts: int) -> np.uint64:
     """One 64-bit key from integers."""
     state = np.zeros(1, dtype=np.uint64)
     for part in parts:
-        state = _mix(state * _GOLDEN + np.array([part % (1 << 64)], dtype=np.uint64) + _GOLDEN)
+        state = mix(state * _GOLDEN + np.array([part % (1 << 64)], dtype=np.uint64) + _GOLDEN)
     return state[0]

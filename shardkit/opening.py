@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 import xxhash
 
 from core.errors import DataError, InputError
 from core.storage import Folder
 from shardkit.foreign import open_foreign
-from shardkit.index import SAMPLES, SHARDS, Shard, read_shard_list
+from shardkit.index import SHARDS, Shard, read_shard_list
+from shardkit.rows import Rows, SampleFile
 
 log = logging.getLogger("pairmill.shardkit")
-Int64 = npt.NDArray[np.int64]
 OnBad = Literal["stop", "skip"]
 CHECKS = 16  # shards asked about at a time: an object store answers each in some 20 ms
 
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A set as found: `table` has one row a sample in the order of `shards`, with the columns of `COLUMNS`.
+    """A set as found.
 
     Attributes:
+        tables: reads the rows of each of `shards`.
         sets: number of shards of each set that was opened.
         fingerprint: digest of what the sets should hold, of shards left out as well.
         left_out: shards that were left out because they are bad, and the samples they are listed with.
@@ -37,7 +36,7 @@ class Opened:
 
     folder: Folder
     shards: list[Shard]
-    table: pa.Table
+    tables: list[Rows]
     fingerprint: str
     sets: list[int]
     left_out: list[Shard]
@@ -50,9 +49,9 @@ def open_sets(urls: Sequence[str | os.PathLike[str]], check: bool, on_bad: OnBad
         return opened[0]
     digest = xxhash.xxh3_128("\n".join(one.fingerprint for one in opened).encode()).hexdigest()
     shards = [dataclasses.replace(s, name=one.folder.path(s.name)) for one in opened for s in one.shards]
-    table = pa.concat_tables([one.table for one in opened], promote_options="permissive")
+    tables = [table for one in opened for table in one.tables]
     sets, left_out = [len(one.shards) for one in opened], [s for one in opened for s in one.left_out]
-    return Opened(opened[0].folder, shards, table, digest, sets, left_out)
+    return Opened(opened[0].folder, shards, tables, digest, sets, left_out)
 
 
 def _open_one(url: str, check: bool, on_bad: OnBad) -> Opened:
@@ -68,20 +67,19 @@ def _open_one(url: str, check: bool, on_bad: OnBad) -> Opened:
         if on_bad == "stop":
             raise fault
         log.warning("%s", fault)
-    good = [shard for shard, fault in zip(listed.shards, faults, strict=True) if fault is None]
+    samples = SampleFile(folder, listed.shards)
+    good = [number for number, fault in enumerate(faults) if fault is None]
     bad = [shard for shard, fault in zip(listed.shards, faults, strict=True) if fault is not None]
-    table = _read_samples(folder, listed.shards)
-    if bad:
-        kept = np.repeat([fault is None for fault in faults], [shard.samples for shard in listed.shards])
-        table = table.filter(pa.array(kept))
-    return _report(Opened(folder, good, table, _fingerprint(listed.shards), [len(good)], bad), url)
+    tables: list[Rows] = [functools.partial(samples.read, number) for number in good]
+    shards = [listed.shards[number] for number in good]
+    return _report(Opened(folder, shards, tables, _fingerprint(listed.shards), [len(good)], bad), url)
 
 
 def _report(opened: Opened, url: str) -> Opened:
     if opened.left_out:
         lost = sum(s.samples for s in opened.left_out)
         log.warning("%s: %d bad shards left out, with %d samples", url, len(opened.left_out), lost)
-    if not opened.table.num_rows:
+    if not any(shard.samples for shard in opened.shards):
         raise DataError(f"expected shards in {url}, found all {len(opened.left_out)} of them bad; make them again")
     return opened
 
@@ -109,40 +107,8 @@ def check_shard(folder: Folder, shard: Shard, *, contents: bool = False) -> None
         raise DataError(f"shard {folder.path(shard.name)} has changed: its sha256 is not the listed one; {advice}")
 
 
-def _read_samples(folder: Folder, shards: list[Shard]) -> pa.Table:
-    import pyarrow.parquet as pq
-
-    columns = ["shard", "key", "uid", "captions", "jpg_offset", "jpg_size", "width", "height", "crc32", "image_group"]
-    try:
-        if folder.local is not None:
-            # by path: a table read from a Python file and still alive at exit aborts the process in one of three runs
-            # where torch is loaded too (pyarrow 26, torch 2.13)
-            table = pq.read_table(folder.local / SAMPLES, columns=columns)
-        else:
-            with folder.open(SAMPLES) as file:
-                table = pq.read_table(file, columns=columns)
-    except FileNotFoundError:
-        raise DataError(
-            f"expected {SAMPLES} beside {SHARDS} in {folder}, found none; run `pairmill shard` again"
-        ) from None
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"expected the samples of {folder} in {SAMPLES}, found {error}") from error
-    codes, names = encoded(table["shard"])
-    counts = list(zip(names, np.bincount(codes).tolist(), strict=True))
-    if counts != [(s.name, s.samples) for s in shards if s.samples]:
-        raise DataError(f"{SAMPLES} and {SHARDS} of {folder} do not list the same shards; run `pairmill shard` again")
-    return table
-
-
 def _fingerprint(shards: list[Shard]) -> str:
     digest = xxhash.xxh3_128()
     for shard in shards:
         digest.update(f"{shard.name} {shard.samples} {shard.bytes} {shard.sha256}\n".encode())
     return digest.hexdigest()
-
-
-def encoded(column: pa.ChunkedArray) -> tuple[Int64, list[str]]:
-    """A number for each row, equal for equal values, and the values by number, in order of first appearance."""
-    chunks = column.dictionary_encode().chunks  # one dictionary for all chunks
-    codes = [chunk.indices.to_numpy().astype(np.int64) for chunk in chunks]
-    return np.concatenate(codes), chunks[0].dictionary.to_pylist()

@@ -20,14 +20,14 @@ from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from core.errors import ConfigError, InputError, RunError
 from shardkit.cache import ShardCache, user_cache
 from shardkit.lanes import EpochOrder, Order
 from shardkit.mixture import Mixture
-from shardkit.opening import OnBad, Opened, encoded, open_sets
+from shardkit.opening import OnBad, Opened, open_sets
 from shardkit.ranges import RangeReader
+from shardkit.rows import Numbers, RowCache
 
 __all__ = ["Batch", "BatchReader", "EpochOrder", "Mixture", "Sample", "ShardCache", "ShardSet", "user_cache"]
 
@@ -92,15 +92,8 @@ class ShardSet:
         self.cache = cache if remote else None
         self._by_name = {shard.name: shard for shard in self.shards}
         self._files = RangeReader(self.folder, self._local if self.cache else None)
-        self._load(opened.table)
-
-    def _load(self, table: pa.Table) -> None:
         self._starts = np.concatenate([[0], np.cumsum(self.shard_sizes)])
-        self._offset = table["jpg_offset"].to_numpy()
-        self._size = table["jpg_size"].to_numpy()
-        self._crc32 = _crc32(table)
-        self._group, _ = encoded(table["image_group"])
-        self._words = _one_chunk(table.select(["key", "uid", "captions", "width", "height"]))
+        self._rows = RowCache(opened.tables, len(opened.sets))
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -136,35 +129,32 @@ class ShardSet:
 
     def captions(self, index: int) -> list[str]:
         """All captions of one sample, without reading its image."""
-        captions: list[str] = self._words["captions"][index].as_py()
-        return captions
-
-    def uids(self) -> list[str]:
-        """The uid of every sample."""
-        return self._words["uid"].to_pylist()
+        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self._rows[shard].captions(index - int(self._starts[shard]))
 
     def image_groups(self) -> Int64:
-        """The image group of every sample, int64 of shape (S,)."""
-        return self._group
+        """The image group of every sample, int64 of shape (S,); read anew at each call."""
+        return self._rows.groups()
 
     def read(self, indices: Int64) -> list[Sample]:
-        """The samples with these numbers, in this order. A bad one carries its reason; nothing is raised for it."""
+        """The samples with these numbers, in this order. A bad one carries its reason; nothing is raised for it.
+
+        Raises:
+            DataError: the list of samples has been damaged since it was opened.
+        """
         indices = np.asarray(indices, dtype=np.int64)
         start = time.perf_counter()
         shard_of = np.searchsorted(self._starts, indices, side="right") - 1
-        data: list[tuple[bytes, str]] = [(b"", "")] * len(indices)
-        for at in np.argsort(indices, kind="stable"):  # number order is disk order
-            data[at] = self._read_one(int(indices[at]), int(shard_of[at]))
+        at = indices - self._starts[shard_of]
+        samples: list[Sample | None] = [None] * len(indices)
+        for i in np.argsort(indices, kind="stable").tolist():  # number order is disk order
+            samples[i] = self._read_one(int(indices[i]), int(shard_of[i]), int(at[i]))
         self.reading.pop(threading.get_ident(), None)
+        found = [sample for sample in samples if sample is not None]
         with self._lock:
-            self.bytes_read += sum(len(d) for d, _ in data)
+            self.bytes_read += sum(len(sample.data) for sample in found)
             self.read_s += time.perf_counter() - start
-        words = self._words.take(indices).to_pylist()
-        return [
-            Sample(d, w["captions"], w["uid"], int(self._group[i]), w["key"], self.shards[s].name, w["width"], w["height"],
-                   int(i), reason)
-            for i, s, (d, reason), w in zip(indices, shard_of, data, words, strict=True)
-        ]  # fmt: skip
+        return found
 
     def shards_of(self, indices: Int64) -> set[int]:
         """Numbers of the shards that these samples lie in."""
@@ -185,46 +175,32 @@ class ShardSet:
             return self.folder.path(name)
         return str(self.cache.local(self.folder, self._by_name[name]))
 
-    def _read_one(self, index: int, shard: int) -> tuple[bytes, str]:
-        """A sample's bytes, or why they cannot be trusted; what has rotted in the cache is fetched again, once."""
-        data, reason = self._read_once(index, shard)
+    def _read_one(self, index: int, shard: int, at: int) -> Sample:
+        """Sample `at` of a shard; what has rotted in the cache is fetched again, once."""
+        name = self.shards[shard].name
+        self.reading[threading.get_ident()] = name
+        rows = self._rows[shard]
+        numbers = Numbers._make(rows.numbers[at].tolist())
+        data, reason = self._read_once(name, numbers)
         if reason and self.cache is not None:
-            path = self._local(self.shards[shard].name) if len(data) else ""
+            path = self._local(name) if len(data) else ""
             self.cache.drop(self.folder, self.shards[shard])
             self._files.forget(path)
-            data, reason = self._read_once(index, shard)
-        return data, reason
+            data, reason = self._read_once(name, numbers)
+        words = rows.captions(at), rows.uid[at], numbers.group, rows.key[at]
+        return Sample(data, *words, name, numbers.width, numbers.height, index, reason)
 
-    def _read_once(self, index: int, shard: int) -> tuple[bytes, str]:
-        name, size = self.shards[shard].name, int(self._size[index])
-        self.reading[threading.get_ident()] = name
+    def _read_once(self, name: str, known: Numbers) -> tuple[bytes, str]:
+        """A sample's bytes, and why they cannot be trusted."""
         try:
-            data = self._files.read(name, int(self._offset[index]), size)
+            data = self._files.read(name, known.jpg_offset, known.jpg_size)
         except OSError as error:
             return b"", f"{name} cannot be read: {error.strerror or error}"
-        if len(data) != size:
-            return data, f"{name} is cut short: expected {size} bytes, found {len(data)}"
-        if self._crc32[index] >= 0 and zlib.crc32(data) != self._crc32[index]:
+        if len(data) != known.jpg_size:
+            return data, f"{name} is cut short: expected {known.jpg_size} bytes, found {len(data)}"
+        if known.crc32 >= 0 and zlib.crc32(data) != known.crc32:
             return data, f"{name} has changed: the sample's crc32 differs from the index"
         return data, ""
-
-
-def _crc32(table: pa.Table) -> Int64:
-    """Checksum of each picture, -1 where the set has none."""
-    if "crc32" not in table.column_names:
-        return np.full(table.num_rows, -1, dtype=np.int64)
-    return table["crc32"].cast(pa.int64()).fill_null(-1).to_numpy()
-
-
-def _one_chunk(table: pa.Table) -> pa.RecordBatch:
-    """The table as one batch with 64-bit offsets: `take` on many chunks would copy them all for every batch."""
-    wide = {"key": pa.large_string(), "uid": pa.large_string(), "captions": pa.large_list(pa.large_string())}
-    schema = pa.schema([pa.field(f.name, wide.get(f.name, f.type)) for f in table.schema])
-    return pa.RecordBatch.from_arrays([_joined(table[f.name].cast(f.type)) for f in schema], schema=schema)
-
-
-def _joined(column: pa.ChunkedArray) -> pa.Array:
-    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ def join_parts(tables: Iterable[pa.Table], path: Path) -> None:
     """Write the rows of all shards, in order, as `samples.parquet`: one row group a shard."""
     with pq.ParquetWriter(path, sample_schema()) as writer:
         for table in tables:
-            writer.write_table(table.replace_schema_metadata(None))
+            writer.write_table(table.replace_schema_metadata(None), row_group_size=max(1, table.num_rows))
 
 
 def read_plan(folder: Folder, plan: str, unit: Unit) -> list[Row]:

@@ -303,7 +303,7 @@ class Objective:
         self.kind = kind
         groups = shard_set.image_groups()
         # Known for the whole set, so all ranks agree, and masks that mask nothing cost nothing.
-        self.repeats = len(set(groups.tolist())) < len(groups)
+        self.repeats = torch.from_numpy(groups).unique().numel() < len(groups)
         self._accuracy: Tensor | None = None
 
     def of(self, batch: Batch) -> LossFn:

@@ -51,7 +51,7 @@ def _adopted(shards: Path, work: Path) -> int:
 
 
 def _opened(shards: Path, work: Path) -> int:
-    return open_foreign(str(shards))[2].num_rows
+    return sum(shard.samples for shard in open_foreign(str(shards))[1])
 
 
 READERS = (_audited, _compared, _adopted, _opened)

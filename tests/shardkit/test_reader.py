@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from core.errors import ConfigError, DataError, InputError, RunError
 from shardkit import ranges
+from shardkit import rows as rows_module
 from shardkit.config import ShardConfig
 from shardkit.foreign import expand_braces
 from shardkit.pack import run
@@ -63,7 +65,6 @@ def test_samples_come_whole_and_in_the_order_asked_for(world: World) -> None:
         assert (sample.width, sample.height, sample.index) == (40, 32, index)
         assert shard_set.captions(index) == row["captions"]
     assert len(shard_set) == len(wanted) == 46 and shard_set.shard_sizes.sum() == 46
-    assert shard_set.uids() == [row["uid"] for row in wanted]
     assert shard_set.bytes_read == sum(len(world.pictures[wanted[i]["url"]]) for i in indices)
     assert 0 < shard_set.read_s < 60
 
@@ -351,3 +352,29 @@ def test_bad_foreign_shards_are_left_out_on_request(foreign: Path) -> None:
     rest = ShardSet.open(foreign, on_bad="skip")
     assert [s.name for s in rest.shards] == [s.name for s in whole.shards if s.name != "00003.tar"]
     assert len(rest) == 46 - whole.shard_sizes[3]
+
+
+# ---- what is held ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_set_holds_the_rows_of_the_shards_it_reads(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller than the limits would be for one set: shards go that were used longest ago, and come back the same."""
+    monkeypatch.setattr(rows_module, "SHARDS_HELD", 3)
+    monkeypatch.setattr(rows_module, "WHOLE", 10)
+    whole, held = ShardSet.open(shards), ShardSet.open(shards)
+    assert not held._rows._held  # opening reads the list of row groups alone
+    order = np.random.default_rng(0).permutation(46)
+    for part in np.array_split(order, 9):
+        held.read(part)
+        assert len(held._rows._held) <= 3
+    assert [s.data for s in held.read(order)] == [s.data for s in whole.read(order)]
+    assert held.image_groups().tolist() == [s.image_group for s in whole.read(np.arange(46))]
+
+
+def test_image_groups_of_any_name_are_equal_wherever_they_lie(tmp_path: Path) -> None:
+    """Uids are hashed all at once where a shard holds nothing else, and one by one elsewhere."""
+    uid = "0123456789abcdef" * 2
+    columns = [[uid, uid[::-1]], [uid, "x"], [uid], []]
+    found = [rows_module._groups(pa.chunked_array([pa.array(names, pa.string())])) for names in columns]
+    assert found[0][0] == found[1][0] == found[2][0] and len(found[3]) == 0
+    assert len({*found[0].tolist(), *found[1].tolist()}) == 3

@@ -239,8 +239,9 @@ def test_examples_show_the_nearest_and_open_as_jpeg(work: Path, preparer: Prepar
     found = json.loads(json.dumps(pick_examples(embedded, shard_set)))
     assert len(found["images"]) == 12 and len(found["texts"]) == 6
     similarity = embedded.img_NE @ embedded.txt_ME.T
+    uids = [sample.uid for sample in shard_set.read(np.arange(len(shard_set)))]
     for row in found["images"]:
-        n = shard_set.uids().index(row["uid"])
+        n = uids.index(row["uid"])
         assert row["captions"] == shard_set.captions(n)
         assert row["top"][0]["caption"] == embedded.captions[int(similarity[n].argmax())]
         assert [t["right"] for t in row["top"]] == [t["caption"] in row["captions"] for t in row["top"]]
