@@ -1,7 +1,7 @@
 # pairmill: `make demo` and `make test` each set everything up by themselves.
 #   make demo    set up and run the whole way on a small made-up world (no network, about 6 minutes on 2 cores)
 #   make test    set up and pass the tests
-#   make check   format, lint, types, lock file, import rule, documentation
+#   make check   format, lint, types, lock file, import rule, known vulnerabilities (where a network allows to ask), documentation
 #   make docs    build the documentation into build/site; open build/site/index.html
 #   make bench   every bench that needs no heavy peer
 #   make peers   side environments for the packages we are measured against, and the benches beside them (3 GB, network)
@@ -36,6 +36,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_layout.py tests/test_lock.py
+	$(BIN)/python -m bench.vulnerable
 	$(MAKE) --no-print-directory docs
 
 docs: setup

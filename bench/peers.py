@@ -54,6 +54,7 @@ PEERS = {
     "webdataset1": Peer(("webdataset==1.0.2", "pillow"), ("webdataset",)),
     # what `train --log` shows runs in; tests put these packages behind our own
     "boards": Peer(("tensorboard==2.21.0", "wandb==0.31.0"), ("tensorboard", "wandb")),
+    "audit": Peer(("pip-audit==2.10.1",), ("pip_audit",)),
     # pairmill itself beside Ray, whose workers import it; at the versions that everything else is tested with
     "ray": Peer(
         ("--constraint", "requirements.lock", "--editable", ".[ray,s3]", "ray[default]==2.60.0"), ("ray", "core.runner")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from bench.vulnerable import LOCK, asked, described
 
 ROOT = Path(__file__).parent.parent
 EXTRAS = ("dev", "docs", "dali", "s3")
@@ -57,3 +61,11 @@ def test_every_requirement_is_pinned_at_a_version_that_will_do() -> None:
         elif not requirement.specifier.contains(pins[name], prereleases=True):
             wrong.append(f"{requirement} is pinned at {pins[name]}")
     assert not wrong, "; ".join(wrong) + " (run: make lock)"
+
+
+def test_an_audit_that_cannot_be_made_is_no_finding_and_a_hole_is_named() -> None:
+    with pytest.raises(ValueError, match="No module named pip_audit"):
+        asked(Path(sys.executable), LOCK)
+    hole = {"id": "PYSEC-1", "fix_versions": ["2.1", "3.0"]}
+    assert described({"name": "x", "version": "2.0", "vulns": [hole]}) == ["x 2.0: PYSEC-1, mended in 2.1, 3.0"]
+    assert described({"name": "x", "version": "2.1", "vulns": []}) == []
