@@ -6,45 +6,65 @@ the same however many there are; what starting costs is measured with 100 rows a
 hide what they cost). Captions are random words with
 every tenth one repeated nearly; nothing is downloaded.
 
-    python -m bench.scale [--rows 100000 300000 1000000] [--json]
+    python -m bench.scale [--rows 10000 100000 1000000] [--plot docs/scale.svg] [--json]
+    python -m bench.scale --plan 100000000    the plan of a list that is made while it is read and never stored; 30 GB of disk
+    python -m bench.scale --match 100000000   one unit of matching and one of comparing, among random word sets; 4 GB of disk
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import resource
+import sys
 import tempfile
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from bench.machine import claim
 from core.schema import decision_schema, pair_schema
 from core.storage import Folder
+from dedup import bands, edges, match
 from dedup.config import DedupConfig
+from dedup.tokens import Sets
+from ingest import listfiles, urllist
 from ingest.config import IngestConfig
 from shardkit.config import ShardConfig
 
 PART = 10_000
 WORDS = 30_000
+BATCH = 1_000_000  # generated rows at a time
+WIDTH = 10  # words of a generated set
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[100_000, 300_000, 1_000_000])
+    parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--plot", default="", help="SVG file to draw the costs into")
+    parser.add_argument("--plan", type=int, default=0, help="instead: plan so many generated rows")
+    parser.add_argument("--match", type=int, default=0, help="instead: match so many generated word sets")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    claims = measure(asked.rows)
+    if asked.plan:
+        claims = planned(asked.plan)
+    elif asked.match:
+        claims = matched(asked.match)
+    else:
+        claims = measure(asked.rows, asked.plot)
     print(json.dumps(claims) if asked.json else json.dumps(claims, indent=1))
 
 
-def measure(sizes: list[int]) -> list[dict[str, Any]]:
+def measure(sizes: list[int], plot: str) -> list[dict[str, Any]]:
     """Slope and cost a row of each step."""
     found: dict[str, list[tuple[int, float, int]]] = {}
     for rows in [100, *sizes]:
@@ -52,33 +72,184 @@ def measure(sizes: list[int]) -> list[dict[str, Any]]:
             write_list(Path(place), rows)
             for name, step in STEPS.items():
                 found.setdefault(name, []).append((rows, *_cost(step, place)))
-    claims = []
+    claims, drawn = [], dict[str, list[float]]()
     for name, measured in found.items():
         _, begin, program = measured[0]
         seconds = [max(cpu - begin, 1e-4) for _, cpu, _ in measured[1:]]
         slope = float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0]) if len(sizes) > 1 else 1.0
+        drawn[f"{name}, slope {slope:.2f}"] = seconds
         memory = (measured[-1][2] - program) / sizes[-1]
         last = f"{1e6 * seconds[-1] / sizes[-1]:.2f} microseconds and {memory:.0f} bytes of memory a row"
         claims.append(claim(f"{name}: slope of CPU seconds over rows ({last} at {sizes[-1]:,})", slope, goal=1.05,
                             at_least=False))  # fmt: skip
+    if plot:
+        Path(plot).write_text(picture(sizes, drawn))
     return claims
+
+
+def picture(sizes: list[int], lines: dict[str, list[float]]) -> str:
+    """CPU seconds over rows, both by their logarithms, as an SVG."""
+    every = [second for seconds in lines.values() for second in seconds]
+    low, high = np.floor(np.log10(min(every))), np.ceil(np.log10(max(every)))
+    left, right = np.log10(sizes[0]), np.log10(sizes[-1])
+
+    def spot(rows: float, seconds: float) -> tuple[float, float]:
+        return 60 + 360 * (np.log10(rows) - left) / (right - left), 260 - 220 * (np.log10(seconds) - low) / (high - low)
+
+    parts = [f'<text x="{spot(n, 1)[0]:.0f}" y="280" text-anchor="middle">{n:,}</text>' for n in sizes]
+    for power in range(int(low), int(high) + 1):
+        _, y = spot(sizes[0], 10.0**power)
+        parts.append(
+            f'<path d="M60,{y:.0f}H420" stroke="#ddd"/><text x="54" y="{y + 4:.0f}" text-anchor="end">{10.0**power:g} s</text>'
+        )
+    for (name, seconds), colour in zip(lines.items(), ("#36c", "#c63", "#393", "#939"), strict=False):
+        spots = [spot(*both) for both in zip(sizes, seconds, strict=True)]
+        parts.append(
+            f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in spots)}" fill="none" stroke="{colour}"/>'
+        )
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in spots]
+        parts.append(f'<text x="428" y="{spots[-1][1] + 4:.0f}" fill="{colour}">{name}</text>')
+    head = '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="290" font-family="sans-serif" font-size="11">'
+    title = '<rect width="640" height="290" fill="#fff"/><text x="60" y="20">CPU seconds by rows</text>'
+    return f"{head}{title}{''.join(parts)}</svg>\n"
 
 
 def _cost(step: Callable[[str], None], place: str) -> tuple[float, int]:
     """CPU seconds and peak bytes of one step in a process of its own."""
+    return _apart(functools.partial(_measured, step, place))
+
+
+def _apart(do: Callable[[], Any]) -> Any:
+    """What `do` returns in a process of its own."""
     context = multiprocessing.get_context("spawn")
     there, here = context.Pipe()
-    process = context.Process(target=_measured, args=(step, place, here))
+    process = context.Process(target=_telling, args=(do, here))
     process.start()
-    cost: tuple[float, int] = there.recv()
+    here.close()
+    told = there.recv()
     process.join()
-    return cost
+    return told
 
 
-def _measured(step: Callable[[str], None], place: str, pipe: Any) -> None:
+def _telling(do: Callable[[], Any], pipe: Any) -> None:
+    pipe.send(do())
+
+
+def _measured(step: Callable[[str], None], place: str) -> tuple[float, int]:
     step(place)
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    pipe.send((sum(u.ru_utime + u.ru_stime for u in used), 1024 * max(u.ru_maxrss for u in used)))
+    return sum(u.ru_utime + u.ru_stime for u in used), 1024 * max(u.ru_maxrss for u in used)
+
+
+# ---- a hundred million ------------------------------------------------------------------------------------------------
+
+
+def planned(rows: int) -> list[dict[str, Any]]:
+    """Time to the first unit and to the whole plan, and memory, of a list of `rows` rows."""
+    with tempfile.TemporaryDirectory() as place:
+        first, cpu_first, whole, cpu, peak = _apart(functools.partial(_plan, rows, place))
+    words = f"plan of {rows:,} generated rows"
+    return [
+        claim(f"{words}: seconds to the first unit ({cpu_first:.0f} CPU seconds)", first, goal=300, at_least=False),
+        claim(f"{words}: seconds to the last ({cpu:.0f} CPU seconds)", whole, goal=300, at_least=False),
+        claim(f"{words}: GB of memory", peak / 1e9, goal=3, at_least=False),
+    ]
+
+
+def _plan(rows: int, place: str) -> tuple[float, float, float, float, int]:
+    def generated(files: list[str], url_col: str, caption_col: str) -> listfiles.ListSource:
+        return listfiles.ListSource([], "url", "caption", text=False, _batches=_rows(rows))
+
+    (Path(place) / "list.parquet").touch()
+    urllist.listfiles.open_list = generated  # the one place where a list comes from a generator
+    begin = time.monotonic()
+    steps = urllist._steps(IngestConfig(urls=f"{place}/list.parquet"), Folder(f"{place}/planned"))
+    next(steps)
+    first, cpu_first = time.monotonic() - begin, time.process_time()
+    print(f"{rows:,} rows: first unit after {first:.0f} s, {cpu_first:.0f} CPU seconds", file=sys.stderr, flush=True)
+    for _ in steps:
+        pass
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return first, cpu_first, time.monotonic() - begin, used.ru_utime + used.ru_stime, 1024 * used.ru_maxrss
+
+
+def _rows(rows: int) -> Iterator[pa.RecordBatch]:
+    for start in range(0, rows, BATCH // 10):
+        number = np.arange(start, min(rows, start + BATCH // 10))
+        spread = (number.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(20)
+        text, host, more = (pa.array(values).cast(pa.string()) for values in (number, number % 99_991, spread))
+        urls = pc.binary_join_element_wise("https://host", host, ".test/pictures/", text, ".jpg", "")
+        captions = pc.binary_join_element_wise("a picture of number", text, "that nobody took", more, " ")
+        yield pa.record_batch([urls, captions], ["url", "caption"])
+
+
+def matched(count: int) -> list[dict[str, Any]]:
+    """CPU seconds and memory of one unit of matching and of one of comparing, among `count` word sets, and of them all."""
+    with tempfile.TemporaryDirectory() as place:
+        _write_sets(Path(place) / "words", count)
+        units, band, pairs, compare, memory = _apart(functools.partial(_match, count, place))
+    words = f"{count:,} generated word sets"
+    ranges = -(-count // edges.ROWS)
+    return [
+        claim(f"{words}: GB of memory of a unit of matching ({units} of them, {pairs:,} pairs each, {band:.0f} CPU s each)",
+              memory / 1e9, goal=8, at_least=False),
+        claim(f"{words}: CPU hours of all units ({ranges} of comparing, {compare:.1f} CPU s each)",
+              (units * band + ranges * compare) / 3600, goal=1, at_least=False),
+    ]  # fmt: skip
+
+
+def _write_sets(path: Path, count: int) -> None:
+    """Sets of WIDTH words; every tenth is the one before it with another last word."""
+    rng = np.random.default_rng(count)
+    with path.open("wb") as file:
+        for start in range(0, count, BATCH):
+            words = rng.integers(1, 1 << 32, (min(BATCH, count - start), WIDTH), np.uint32)
+            words[9::10, :-1] = words[8::10, :-1][: len(words[9::10])]
+            file.write(words.data)
+
+
+def _match(count: int, place: str) -> tuple[int, float, int, float, int]:
+    flat = np.memmap(f"{place}/words", np.uint32, "r")
+    sets = Sets(flat, np.arange(count) * WIDTH, np.full(count, WIDTH))
+    shares = 1 << ((count - 1) // edges.GROUPED).bit_length()
+    _, rows = bands.rows_for(0.8)
+    with _Anonymous() as memory:
+        begin = time.process_time()
+        found = match.caption_candidates(sets, 0.8, range(1), (0, shares))
+        band = time.process_time() - begin
+    mine = found[found < np.uint64(edges.ROWS << 32)]
+    begin = time.process_time()
+    alike = match.jaccard(sets, *bands.unpair(mine))
+    compare = (
+        (time.process_time() - begin) * 60 / rows
+    )  # the pairs of one band; at worst those of the others are others
+    assert (alike > 0.8).any()
+    return 60 // rows * shares, band, len(found), compare, memory.peak
+
+
+class _Anonymous:
+    """The most memory that is no mapped file, while the block runs."""
+
+    peak = 0
+
+    def __enter__(self) -> _Anonymous:
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.02):
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith("RssAnon:"):
+                    self.peak = max(self.peak, 1024 * int(line.split()[1]))
+
+
+# ---- every step -------------------------------------------------------------------------------------------------------
 
 
 def write_list(place: Path, rows: int) -> None:
