@@ -2,7 +2,7 @@
 
 Made are: a slow disk (reads wait as long as at 80 kB/s), a slow network (an HTTP server that shapes what it sends), one
 decode thread where eight cores are, pictures far too large, one rank with a slow disk, a batch too small for its
-overhead, collectives that each take 40 ms longer, and a model that keeps the machine busy. For those that a fix of the loader
+overhead, collectives that each take 100 ms longer, and a model that keeps the machine busy. For those that a fix of the loader
 helps, `--apply` measures what it gains. Two ranks of one thread each stand for several machines.
 
     python -m bench.diagnose [--seconds 6] [--only slow_disk ...] [--record FILE] [--json]
@@ -42,7 +42,7 @@ from train.distributed import launch_ranks
 from train.models import ModelConfig
 
 SLOW_BYTES_S = 80e3
-LATE_S = 0.04
+LATE_S = 0.1
 PICTURE_S = 0.004
 IDLE_CORES = 8
 # A wide input and almost nothing behind it: what decoding costs is all there is.
