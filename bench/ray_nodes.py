@@ -92,6 +92,7 @@ def _kill_in_the_middle(
         found["seen"] |= _published(stage, work)
         if "went_on" not in found and found["seen"].keys() > before.keys():
             found["went_on"] = round(time.monotonic() - began, 2)
+    found.setdefault("went_on", round(time.monotonic() - began, 2))
 
 
 def _published(stage: str, work: str) -> dict[str, int]:
