@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -109,7 +110,7 @@ def ours(folder: Path, captions: list[str], truth: np.ndarray[Any, np.dtype[np.i
     gone = noted.filter(pc.invert(noted["kept"]))
     removed, survivor = (gone[name].cast(pa.int64()).to_numpy() for name in ("uid", "survivor"))
     right = truth[survivor] == truth[removed]
-    again = _timed(DedupConfig(**settings, threshold=0.9, method="components"))
+    again = _decided_anew(settings)
     removable = len(captions) - len(np.unique(truth))
     return {
         "rate": len(captions) / seconds,
@@ -136,6 +137,15 @@ def _timed(config: DedupConfig) -> float:
     start = time.process_time()
     keep.run(config)
     return time.process_time() - start
+
+
+def _decided_anew(settings: dict[str, Any]) -> float:
+    """CPU seconds of a decision at 0.9: the median of three, each after one at 0.95."""
+    seconds = []
+    for _ in range(3):
+        for threshold in (0.95, 0.9):
+            seconds.append(_timed(DedupConfig(**{**settings, "method": "components"}, threshold=threshold)))
+    return statistics.median(seconds[1::2])
 
 
 def peer(package: str, path: Path, truth: np.ndarray[Any, np.dtype[np.int64]]) -> dict[str, float]:
@@ -184,7 +194,7 @@ def one_size(path: str) -> dict[str, float]:
         start = time.process_time()
         summary = keep.run(DedupConfig(**settings, threshold=THRESHOLD))
         seconds = time.process_time() - start
-        again = _timed(DedupConfig(**settings, threshold=0.9))
+        again = _decided_anew(settings)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     return {
         "captions": summary["pairs"],
