@@ -32,6 +32,7 @@ FORMATS = ("parquet", "csv", "tsv", "json", "jsonl", "txt")
 _ALIASES = {"pq": "parquet", "ndjson": "jsonl", "tab": "tsv", "lst": "txt", "list": "txt"}
 BATCH_ROWS = 20_000
 _SNIFF_BYTES = 1 << 20
+_LINE_BYTES = 1 << 21  # of a line; nobody's caption is as long
 _RECORD_BYTES = 1 << 17  # of a row of several lines, the most that the package csv takes for one field
 _TO_QUOTE = re.compile(rb'[^"]*+(?:""[^"]*+)*+"')  # from within a quoted field to its end
 _NESTED = 3  # compressed files within compressed files, at most
@@ -397,11 +398,15 @@ def _delimited(form: str, name: str, names: list[str], positions: bool, source: 
     with _opened(name) as file:
         if quote:
             place = _labels(names).index(source.url)
-            whole = _closed(file, dialect["delimiter"].encode(), len(names), place, name, source)
-            file = cast("IO[bytes]", io.BufferedReader(_Pieces(whole), 1 << 20))
+            lines = _closed(file, dialect["delimiter"].encode(), len(names), place, name, source)
+        else:
+            lines = _whole_lines(file, name, source)
+        text = cast("IO[bytes]", io.BufferedReader(_Pieces(lines), 1 << 20))
         reader = arrow_csv.open_csv(
-            pa.PythonFile(file, mode="r"),
-            arrow_csv.ReadOptions(use_threads=False, column_names=columns, skip_rows_after_names=skipped, block_size=1 << 22),
+            pa.PythonFile(text, mode="r"),
+            arrow_csv.ReadOptions(
+                use_threads=False, column_names=columns, skip_rows_after_names=skipped, block_size=2 * _LINE_BYTES
+            ),
             arrow_csv.ParseOptions(
                 delimiter=dialect["delimiter"], quote_char=quote, newlines_in_values=bool(quote), invalid_row_handler=refuse
             ),
@@ -424,7 +429,7 @@ def _closed(
     cell = rb'(?:"%b|(?!"))[^%b]*+' % (_TO_QUOTE.pattern, re.escape(delimiter))
     closed = re.compile(rb"(?:%b%b)*+%b" % (cell, re.escape(delimiter), cell))  # a line that ends outside of quotes
     lines: deque[bytes] = deque()  # or blocks of lines, where no quote is in them
-    blocks = _whole_lines(file)
+    blocks = _whole_lines(file, name, source)
 
     def more() -> bool:
         block = next(blocks, b"")
@@ -476,16 +481,24 @@ def _closed(
     yield b"".join(ready)
 
 
-def _whole_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Blocks that end where a line does."""
-    rest = b""
+def _whole_lines(file: IO[bytes], name: str, source: ListSource) -> Iterator[bytes]:
+    """Blocks that end where a line does. A line that Arrow's block could not hold is refused."""
+    rest, begin = b"", b""  # of a line that is being refused
     while block := file.read(_SNIFF_BYTES):
         rest += block
         end = max(rest.rfind(b"\n"), rest.rfind(b"\r", 0, -1)) + 1  # at a last \r, its \n may be yet to come
+        if begin and end:
+            rest, begin = rest[re.search(rb"\r\n|\r(?!\Z)|\n", rest).end() :], b""  # type: ignore[union-attr]
+            end = max(rest.rfind(b"\n"), rest.rfind(b"\r", 0, -1)) + 1
         if end:
             yield rest[:end]
             rest = rest[end:]
-    if rest:
+        if len(rest) > _LINE_BYTES or begin:
+            if not begin:
+                begin = rest[:80]
+                source.refuse(f"a line of {name} has more than {_LINE_BYTES >> 20} MB: {_text(begin)!r}")
+            rest = rest[-1:]
+    if rest and not begin:
         yield rest
 
 

@@ -382,6 +382,23 @@ def test_a_quote_without_end_costs_its_own_line(
     assert "line 5 of" in caplog.text and "opens a quote" in caplog.text
 
 
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("place", [1, 3, 5])
+def test_a_line_of_many_megabytes_costs_itself(
+    ending: str, newline: str, place: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Arrow gives a file up whose row does not fit into its block."""
+    mark = {"csv": ",", "tsv": "\t"}[ending]
+    rows = [f"http://a.test/{i}{mark}caption {i}" for i in range(1, 6)]
+    rows[place - 1] += "x" * 9_000_000
+    path = tmp_path / f"list.{ending}"
+    path.write_bytes(newline.join([f"url{mark}caption", *rows, ""]).encode())
+    table = plan(tmp_path, path)
+    assert table["caption_raw"].to_pylist() == [f"caption {i}" for i in range(1, 6) if i != place]
+    assert "has more than 2 MB" in caplog.text
+
+
 def test_a_quote_that_ends_far_away_costs_its_own_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     long = "x" * 200_000
     (tmp_path / "list.csv").write_text(
