@@ -125,7 +125,9 @@ def _do(*command: str) -> None:
 
 
 def _digest(peer: Peer) -> str:
-    return hashlib.sha256(repr(peer).encode()).hexdigest()
+    """Of all that the environment was made from: where pairmill itself is in it, of what that asks for as well."""
+    files = ("pyproject.toml", "requirements.lock") if "--editable" in peer.packages else ()
+    return hashlib.sha256(b"".join([repr(peer).encode(), *((ROOT / name).read_bytes() for name in files)])).hexdigest()
 
 
 def main() -> None:

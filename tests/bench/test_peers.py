@@ -32,3 +32,14 @@ def test_a_change_of_the_table_makes_the_environment_anew(place: Path, monkeypat
     assert said == ["1", str(place / "small")] != ["1", sys.prefix]
     monkeypatch.setitem(peers.PEERS, "small", peers.Peer(("pip",), ("pip", "json")))
     assert peers.ready("small") is None
+
+
+def test_what_pairmill_asks_for_makes_its_environment_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dependency that came later is missing in an environment that was made before."""
+    monkeypatch.setattr(peers, "ROOT", tmp_path)
+    (tmp_path / "requirements.lock").write_text("numpy==2.0\n")
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    ours, other = peers.Peer(("--editable", "."), ("core",)), peers.Peer(("pip",), ("pip",))
+    before = peers._digest(ours), peers._digest(other)
+    (tmp_path / "requirements.lock").write_text("numpy==2.0\nuvloop==0.22\n")
+    assert peers._digest(ours) != before[0] and peers._digest(other) == before[1]
