@@ -19,6 +19,7 @@ import typer
 from core.config import VerbConfig, command, load_recipe
 from core.errors import PairmillError, StorageError
 from core.redact import Formatter, redact
+from core.storage import is_of_a_store
 from dedup.config import DedupConfig
 from demo.config import DemoConfig
 from ingest.config import AdoptConfig, IngestConfig
@@ -72,7 +73,9 @@ def main() -> None:
     except PairmillError as error:
         print(f"pairmill: {redact(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except OSError as error:
+    except Exception as error:
+        if not isinstance(error, OSError) and not is_of_a_store(error):
+            raise
         print(
             f"pairmill: a disk, network or store failed: {redact(str(error))}; what was finished is kept, run the same "
             "command again to continue",

@@ -306,6 +306,15 @@ def _open_store(url: str, **options: Any) -> tuple[Any, str]:
     return fsspec.core.url_to_fs(url, **options)
 
 
+# Packages through which stores are asked; their errors of connections are no OSErrors.
+_STORES = frozenset({"botocore", "aiobotocore", "boto3", "s3fs", "gcsfs", "google", "adlfs", "azure", "aiohttp"})
+
+
+def is_of_a_store(error: Exception) -> bool:
+    """Whether an object store, or the way to it, failed: no mistake of ours."""
+    return type(error).__module__.partition(".")[0] in _STORES
+
+
 def expand(pattern: str) -> list[str]:
     """Files named by a path, a glob or an fsspec URL, sorted.
 

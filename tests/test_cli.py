@@ -13,6 +13,7 @@ import pytest
 
 import cli
 from core.errors import ConfigError, DataError, HardwareError, PairmillError, RunError, StorageError, WorkFolderError
+from core.storage import Folder
 
 
 def end_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
@@ -53,6 +54,30 @@ def test_what_the_system_refuses_is_a_sentence_too(
     assert end_of(monkeypatch, "plan") == StorageError.exit_code
     said = capsys.readouterr().err
     assert "s3://bucket/part" in said and "run the same command again" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda folder: folder.read("a"),
+        lambda folder: folder.read_range("a", 0, 1),
+        lambda folder: folder.exists("a"),
+        lambda folder: folder.size("a"),
+        lambda folder: folder.list("a/*"),
+        lambda folder: folder.remove("a"),
+    ],
+)
+def test_a_store_that_cannot_be_reached_is_a_sentence_whatever_was_asked_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], read: Any
+) -> None:
+    """Its errors are botocore's, and no OSErrors; nobody listens at this endpoint."""
+    for name, value in {"ENDPOINT_URL": "http://127.0.0.1:9", "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "word",
+                        "MAX_ATTEMPTS": "1"}.items():  # fmt: skip
+        monkeypatch.setenv(f"AWS_{name}", value)
+    make_plan_do(monkeypatch, lambda config: read(Folder("s3://bucket/work")))
+    assert end_of(monkeypatch, "plan") == StorageError.exit_code
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "127.0.0.1:9" in said and "run the same command again" in said
 
 
 def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
