@@ -22,8 +22,11 @@ class Authority:
         self._folder = folder
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test authority")])
-        builder = _builder(self._name, self._name, self._key, NOW + DAY)
+        builder = _builder(self._name, self._name, self._key, self._key, NOW + DAY)
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        uses = dict.fromkeys(("digital_signature", "content_commitment", "key_encipherment", "data_encipherment",
+                              "key_agreement", "encipher_only", "decipher_only"), False)  # fmt: skip
+        builder = builder.add_extension(x509.KeyUsage(**uses, key_cert_sign=True, crl_sign=True), critical=True)
         self.file = folder / "authority.pem"
         self.file.write_bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
@@ -32,10 +35,11 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, kind)])
         until = NOW - DAY if kind == "expired" else NOW + DAY
-        builder = _builder(name, name if kind == "self_signed" else self._name, key, until)
+        issuer, signer = (name, key) if kind == "self_signed" else (self._name, self._key)
+        builder = _builder(name, issuer, key, signer, until)
         address = ipaddress.ip_address("127.0.0.9" if kind == "other_host" else "127.0.0.1")
         builder = builder.add_extension(x509.SubjectAlternativeName([x509.IPAddress(address)]), critical=False)
-        signed = builder.sign(key if kind == "self_signed" else self._key, hashes.SHA256())
+        signed = builder.sign(signer, hashes.SHA256())
         path = self._folder / f"{kind}.pem"
         path.write_bytes(
             key.private_bytes(
@@ -49,8 +53,16 @@ class Authority:
 
 
 def _builder(
-    name: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, until: datetime.datetime
+    name: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    signer: ec.EllipticCurvePrivateKey,
+    until: datetime.datetime,
 ) -> x509.CertificateBuilder:
+    """With the identifiers of keys that Python 3.13 insists on (RFC 5280)."""
     builder = x509.CertificateBuilder().subject_name(name).issuer_name(issuer).public_key(key.public_key())
     builder = builder.serial_number(x509.random_serial_number())
+    own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    signers = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+    builder = builder.add_extension(own, critical=False).add_extension(signers, critical=False)
     return builder.not_valid_before(NOW - 10 * DAY).not_valid_after(until)

@@ -93,8 +93,8 @@ def test_marker_spelt_out_is_the_marker(tokenizer: Tokenizer) -> None:
 
 
 def test_fingerprint_does_not_name_the_backend(tokenizer: Tokenizer) -> None:
-    assert tokenizer.backend == "instant"
-    assert "instant" not in tokenizer.fingerprint
+    assert tokenizer.backend in ("instant", "tokenizers")
+    assert tokenizer.backend not in tokenizer.fingerprint
 
 
 def test_wrong_settings_are_sentences(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
