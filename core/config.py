@@ -147,10 +147,11 @@ def as_parameters(cls: Any) -> list[inspect.Parameter]:
         if field.metadata.get("argument"):
             info = typer.Argument(help=docs[field.name], show_default=not required)
         else:
-            panel = "Common to the stages" if field.name in COMMON else None
-            panel = "Common to all verbs" if field.name == "work" else panel
             info = typer.Option(
-                flag_name(field), *field.metadata.get("also", ()), help=docs[field.name], rich_help_panel=panel
+                flag_name(field),
+                *field.metadata.get("also", ()),
+                help=docs[field.name],
+                rich_help_panel=_panel(field.name),
             )
         if typing.get_origin(hint) is tuple:
             hint = list[typing.get_args(hint)[0]]  # type: ignore[misc]
@@ -160,6 +161,13 @@ def as_parameters(cls: Any) -> list[inspect.Parameter]:
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(field.name, kind, default=default, annotation=Annotated[hint, info]))
     return parameters
+
+
+def _panel(name: str) -> str | None:
+    """Under which heading of the help a setting stands."""
+    if name == "work":
+        return "Common to all verbs"
+    return "Common to the stages" if name in COMMON else None
 
 
 def build(cls: type[Config], values: Mapping[str, Any], *, where: str) -> Config:

@@ -483,23 +483,28 @@ def _closed(
 
 def _whole_lines(file: IO[bytes], name: str, source: ListSource) -> Iterator[bytes]:
     """Blocks that end where a line does. A line that Arrow's block could not hold is refused."""
-    rest, begin = b"", b""  # of a line that is being refused
+    rest = b""
     while block := file.read(_SNIFF_BYTES):
         rest += block
         end = max(rest.rfind(b"\n"), rest.rfind(b"\r", 0, -1)) + 1  # at a last \r, its \n may be yet to come
-        if begin and end:
-            rest, begin = rest[re.search(rb"\r\n|\r(?!\Z)|\n", rest).end() :], b""  # type: ignore[union-attr]
-            end = max(rest.rfind(b"\n"), rest.rfind(b"\r", 0, -1)) + 1
         if end:
             yield rest[:end]
             rest = rest[end:]
-        if len(rest) > _LINE_BYTES or begin:
-            if not begin:
-                begin = rest[:80]
-                source.refuse(f"a line of {name} has more than {_LINE_BYTES >> 20} MB: {_text(begin)!r}")
-            rest = rest[-1:]
-    if rest and not begin:
+        if len(rest) > _LINE_BYTES:
+            source.refuse(f"a line of {name} has more than {_LINE_BYTES >> 20} MB: {_text(rest[:80])!r}")
+            rest = _behind_line(file, rest[-1:])
+    if rest:
         yield rest
+
+
+def _behind_line(file: IO[bytes], rest: bytes) -> bytes:
+    """What was read of `file` behind the end of its present line, whose last byte so far is `rest`."""
+    while block := file.read(_SNIFF_BYTES):
+        rest += block
+        if end := re.search(rb"\r\n|\r(?!\Z)|\n", rest):
+            return rest[end.end() :]
+        rest = rest[-1:]
+    return b""
 
 
 def _strings(column: Any) -> Any:
