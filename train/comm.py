@@ -20,7 +20,7 @@ Mark = Any
 
 
 class Clock:
-    """Sums the seconds spent in collectives since the last `take`."""
+    """Sums the seconds spent inside its marks since the last `take`."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[Mark, Mark]] = []
@@ -42,7 +42,7 @@ class Clock:
 
 
 CLOCK = Clock()
-"""This process's: a rank has one step at a time."""
+"""This process's collectives: a rank has one step at a time."""
 
 
 def mark() -> Mark:

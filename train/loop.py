@@ -176,9 +176,9 @@ class Trainer:
         if self.config.lock_image:
             unwrap(self.model).visual.eval()  # no patch dropout, no running statistics
         _seed(self.config.seed, batch.step, self.ranks.rank)
-        with self.meter.timed(self.meter.h2d):
+        with self.meter.copying.timed():
             batch = batch.to(self.ranks.device)
-        with self.meter.timed(self.meter.compute):
+        with self.meter.computing.timed():
             self.optimizer.zero_grad(set_to_none=True)
             micro = self.config.micro_batch or None
             loss_fn, factor = self.objective.of(batch), self.loss_scale.value

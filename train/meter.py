@@ -1,18 +1,17 @@
 """What a run measures of itself, on every rank: waits, rate, share of the machine's peak; one row a log interval.
 
-Each step's time is split where it passes: waiting for a decoded batch, copying it to the device, computing. Only these
-three count, so evaluation, checkpoints and the first steps of a process are in no rate. Two more say what they hold:
-`comm`, the part of computing in which collectives held the rank up, and `own`, the step without that part, which is
-longest on the rank that the others wait for. Where the decoder itself waits for bytes is measured too, but that costs
-the run nothing unless the loop waits as well. Of a GPU a row also has what the driver tells (`train.card`).
+Each step's time is split where it passes: waiting for a decoded batch, copying it to the device, computing (the last two
+by events on the stream where there is a GPU). Only these three count, so evaluation, checkpoints and the first steps of a
+process are in no rate. Two more say what they hold: `comm`, the part of computing in which collectives held the rank up,
+and `own`, the step without that part, which is longest on the rank that the others wait for. Where the decoder itself
+waits for bytes is measured too, but that costs the run nothing unless the loop waits as well. Of a GPU a row also has what
+the driver tells (`train.card`).
 """
 
 from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,7 @@ import xxhash
 
 from core.metrics import Jsonl, Series
 from train import card
-from train.comm import CLOCK
+from train.comm import CLOCK, Clock
 from train.data import Batch, Loader
 from train.distributed import World, gather_objects
 from train.memory import Watch
@@ -62,6 +61,7 @@ class Meter:
         self.watch, self.readings = watch, readings
         self.ranks, self.loader, self.model, self.peak_flops, self.file = ranks, loader, model, peak_flops, file
         self.batch_size = loader.plan.batch_size
+        self.copying, self.computing = Clock(), Clock()  # around these two the loop runs its steps
         self.h2d, self.compute, self.comm = Series(), Series(), Series()
         CLOCK.take()  # what another run of this process, or an evaluation, left
         self.interval = Interval()
@@ -70,16 +70,12 @@ class Meter:
         self._seconds = self._waited = 0.0
         self._steps = self._positions = self._pairs = 0
 
-    @contextmanager
-    def timed(self, place: Series) -> Iterator[None]:
-        with place.timed():
-            yield
-            if self.ranks.device.type == "cuda":
-                torch.cuda.synchronize(self.ranks.device)
-
     def add(self, batch: Batch, loss: float, accuracy: float | None, norm: float, finite: bool) -> None:
         """One step is over."""
-        self.comm.add(CLOCK.take())
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize(self.ranks.device)  # so that every event of the step has passed
+        for place, clock in ((self.h2d, self.copying), (self.compute, self.computing), (self.comm, CLOCK)):
+            place.add(clock.take())
         self.watch.after(batch.step + 1 - self.loader.start)
         now = self.interval
         now.hashes.append(sum(xxhash.xxh3_64_intdigest(uid.encode()) for uid in batch.uids))
