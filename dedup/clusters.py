@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dedup.bands import ascending, crowded
+from dedup.bands import ascending, buckets
 from dedup.match import Edges
 
 I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd, so that a product tells apart what its factor does
 MOST_LEADERS = 256  # greedy compares every row of a component with each leader; beyond this many it would be quadratic
 
@@ -69,15 +69,17 @@ def smallest_of(label: I64) -> I64:
     return first[label]
 
 
-def first_of(keys: npt.NDArray[np.unsignedinteger[Any]]) -> I64:
-    """The smallest row number with the same key, for each row; keys are well mixed (of any others it takes a sort)."""
+def first_of(keys: U64) -> I64:
+    """The smallest row number with the same key, for each row; keys are well mixed (of any others it takes two sorts)."""
     result = np.arange(len(keys))
-    rows = crowded(keys)
-    order = np.argsort(keys[rows], kind="stable")
+    rows, _ = buckets((keys >> np.uint64(32)).astype(np.uint32))
+    if not len(rows):
+        return result
+    order = np.argsort(keys[rows])
     rows, ordered = rows[order], keys[rows[order]]
     new = np.ones(len(rows), bool)
     new[1:] = ordered[1:] != ordered[:-1]
-    result[rows] = rows[np.flatnonzero(new)[np.cumsum(new) - 1]] if len(rows) else rows
+    result[rows] = np.minimum.reduceat(rows, np.flatnonzero(new))[np.cumsum(new) - 1]
     return result
 
 

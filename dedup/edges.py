@@ -29,7 +29,7 @@ I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 F32 = npt.NDArray[np.float32]
 
-KEYS = 1 << 24  # of a unit of bands: some seconds of work, and 4 bytes of memory each while it lasts
+KEYS = 1 << 25  # of a unit of bands: some seconds of work, and 4 bytes of memory each while it lasts
 GROUPED = 1 << 26  # keys of a band that are grouped at once, at 30 bytes
 ROWS = 1 << 21  # of a unit of comparisons
 _EDGE = np.dtype([("a", "<i4"), ("b", "<i4"), ("similarity", "<f4")])

@@ -42,6 +42,7 @@ def near(sets: Sets, asked: I64, at_least: float) -> Edges:
     begins, probed = np.cumsum(counts) - counts, counts > 0
     present = np.flatnonzero(sets.sizes)
     present = present[np.argsort(sets.starts[present])]
+    starts = sets.starts[present]
     found = []
     for first in range(0, len(sets.flat), _AT_ONCE):
         some = sets.flat[first : first + _AT_ONCE]
@@ -50,7 +51,7 @@ def near(sets: Sets, asked: I64, at_least: float) -> Edges:
         there, which = bands.spread(begins[hits_bin], counts[hits_bin])
         same = some[hits[there]] == words[which]
         at, which = hits[there[same]] + first, which[same]
-        holder = present[np.searchsorted(sets.starts[present], at, "right") - 1]
+        holder = present[np.searchsorted(starts, at, "right") - 1]
         inside = at < sets.starts[holder] + sets.sizes[holder]
         pairs = of_like_size(bands.pair_keys(holder[inside], owners[which[inside]]), sets.sizes, at_least)
         # compared piece by piece: what shares a word is much more than what is near, and grows with the data
