@@ -3,13 +3,15 @@
 Way in: `planning` reads the list (parquet, csv, tsv, json, jsonl, txt; .gz, .zst; globs; any fsspec URL). Way out: the
 folder `ingest/plan` with one row an input row and one row group a unit, in files of neighbouring units. All rows of one URL
 lie in one unit, so that a picture with several captions is fetched once; units are taken by a hash of the URL, which also
-mixes the hosts. How many rows a unit has is known once the list is read; sorting rows into files takes longer by far, so
-the first units are fetched while the rest of the plan is written.
+mixes the hosts. How many units there are is known once the list is read, so its rows lie in temporary files meanwhile and
+are sorted in two steps: by file of the plan, then by unit within it. The first units are fetched while the rest of the plan
+is written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import re
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from core.errors import DataError, InputError, StorageError
 from core.storage import Folder, expand
 from ingest import listfiles
+from ingest.spool import Spool
 
 if TYPE_CHECKING:
     import duckdb
@@ -34,14 +37,18 @@ log = logging.getLogger("pairmill.ingest")
 
 HOME = "ingest/plan"
 INDEX = f"{HOME}/_units.json"  # readers of Parquet folders pass over such names
-FILES = 64  # of a plan, at most: each is one look through the whole list, a tenth of a second for ten million rows
+FILES = 64  # of a plan, at most
 SMALLEST_FILE = 16  # units
 PLAN_COLUMNS = ("row", "uid", "url", "caption_raw")
 _CAPTIONS = b"pairmill.captions"
-MEMORY_GB = 2.0  # for DuckDB's sort; beyond that it spills
+MEMORY_GB = 1.0  # for DuckDB, which keeps 8 bytes a row, and the source's own uids; beyond that it spills
+CHUNK_BYTES = 1 << 26  # of rows that are sorted by file at once
+PIECE_ROWS = 100_000  # that are sorted by unit and named at once
 _WEB = r"^\s*(https?:)?//[^/?#\s]"
-_PLAIN = "(starts_with(url, 'http://') OR starts_with(url, 'https://')) AND url[9] > '/'"  # nearly all, in a tenth of the time
+# nearly all, in a tenth of the time that the pattern takes
+_PLAIN = "((url > 'http://A' AND url < 'http://{') OR (url > 'https://A' AND url < 'https://{'))"
 UID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what may name a file; other ids of the source are carried and hashed
+_WHOLE_UID = rf"\A{UID.pattern}\z"
 # DuckDB type -> the words that it holds without loss. Leading zeros and many digits mean an identifier, not a number.
 _FORMS = {
     "BIGINT": r"-?(0|[1-9][0-9]{0,17})",
@@ -134,69 +141,76 @@ def _steps(config: IngestConfig, folder: Folder) -> Generator[int, None, None]:
     if index is not None and set(map(_file_name, range(index.files))) <= set(folder.list(f"{HOME}/*.parquet")):
         yield len(index.rows)
         return
-    with _database() as connection:
-        source = _load_guessing(connection, config)
+    with _database() as connection, contextlib.ExitStack() as at_end:
+        listed = _load_guessing(connection, config, at_end)
         if index is None:
-            index = _begin(connection, config, folder, source)
-        keys = _unit_keys(connection, index)
+            index = _begin(connection, config, folder, listed)
+        by_file = _by_file(connection, index, listed.rows, _spool(at_end))
         for file in range(index.files):
             if not folder.exists(_file_name(file)):
-                _publish(connection, folder, index, file, keys)
+                _publish(folder, index, file, by_file)
             yield index.units_of(file).stop
 
 
-def _load_guessing(connection: duckdb.DuckDBPyConnection, config: IngestConfig) -> listfiles.ListSource:
-    """The list as table `list`, its text columns as numbers where they hold nothing else."""
+def _spool(at_end: contextlib.ExitStack) -> Spool:
+    return Spool(at_end.enter_context(tempfile.TemporaryFile()))  # without a name: a killed run leaves none behind
+
+
+@dataclass
+class _Listed:
+    """A list that is read: its `rows` in pieces (row, url, url_hash, caption_raw, source_uid, the source's own columns), how many
+    of them have no URL, another than http(s), or no caption, and the first of the other URLs."""
+
+    rows: Spool
+    captions: bool
+    no_url: int = 0
+    other: int = 0
+    example: str | None = None
+    no_caption: int = 0
+
+
+def _load_guessing(
+    connection: duckdb.DuckDBPyConnection, config: IngestConfig, at_end: contextlib.ExitStack
+) -> _Listed:
+    """Read the list, its text columns as numbers where they hold nothing else."""
     import duckdb
 
     files = expand(config.urls)
     try:
         source = listfiles.open_list(files, config.url_col, config.caption_col)
-        _load(connection, source, guess_types=True)
+        listed = _load(connection, source, _spool(at_end), guess_types=True)
     except duckdb.ConversionException as error:
         log.info("a column that began with numbers holds other words too, so all are kept as text: %s", error)
+        at_end.pop_all().close()
         source = listfiles.open_list(files, config.url_col, config.caption_col)
-        _load(connection, source, guess_types=False)
+        listed = _load(connection, source, _spool(at_end), guess_types=False)
     if source.refused:
         log.warning(
             "%d lines of the list are not rows of it and were left out; the first: %s",
             source.refused, source.first_refused,
         )  # fmt: skip
-    return source
+    return listed
 
 
-def _begin(
-    connection: duckdb.DuckDBPyConnection, config: IngestConfig, folder: Folder, source: listfiles.ListSource
-) -> _Index:
+def _begin(connection: duckdb.DuckDBPyConnection, config: IngestConfig, folder: Folder, listed: _Listed) -> _Index:
     """Tell what the list holds, and publish the index of its plan."""
-    rows, distinct = connection.execute("SELECT count(*), approx_count_distinct(url_hash) FROM list").fetchall()[0]
+    rows, distinct = connection.execute("SELECT count(*), approx_count_distinct(url_hash) FROM hashes").fetchall()[0]
     if not rows:
         raise InputError(f"expected a list of URLs at {config.urls}, found no row in it")
     divisor = max(1, -(-distinct // config.unit_urls))
-    counts = [n for (n,) in connection.execute(_UNITS.format(divisor=divisor, what="count(*)")).fetchall()]
-    index = _Index(divisor, max(SMALLEST_FILE, -(-len(counts) // FILES)), source.caption is not None, counts)
+    counts = [count for _, count in _units_of(connection, divisor)]
+    index = _Index(divisor, max(SMALLEST_FILE, -(-len(counts) // FILES)), listed.captions, counts)
     log.info("%s: %s rows, about %s URLs, in %s units", config.urls, f"{rows:,}", f"{distinct:,}", f"{len(counts):,}")
-    for words in _account(connection, captions=index.captions and not config.allow_empty):
+    for words in _account(listed, captions=index.captions and not config.allow_empty):
         log.warning("%s", words)
     folder.write(INDEX, json.dumps(vars(index)).encode())
     return index
 
 
-_UNITS = "SELECT {what} FROM list GROUP BY url_hash % {divisor} ORDER BY url_hash % {divisor}"
-
-
-def _unit_keys(connection: duckdb.DuckDBPyConnection, index: _Index) -> list[int]:
-    """What the hash of a URL leaves, for each unit.
-
-    Raises:
-        DataError: the units are not those of the index.
-    """
-    found = connection.execute(
-        _UNITS.format(divisor=index.divisor, what=f"url_hash % {index.divisor}, count(*)")
-    ).fetchall()
-    if [rows for _, rows in found] != index.rows:
-        raise DataError(f"the plan that {INDEX} began is of another list than the one that is there now; use --fresh")
-    return [key for key, _ in found]
+def _units_of(connection: duckdb.DuckDBPyConnection, divisor: int) -> list[tuple[int, int]]:
+    """What the hash of a URL leaves, and how many rows, for each unit."""
+    asked = f"SELECT url_hash % {divisor} AS place, count(*) FROM hashes GROUP BY place ORDER BY place"
+    return connection.execute(asked).fetchall()
 
 
 @contextlib.contextmanager
@@ -214,26 +228,24 @@ def _database() -> Iterator[duckdb.DuckDBPyConnection]:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # not DuckDB's words, which Arrow hands on under this name
         raise StorageError(
-            f"the list fits neither into {MEMORY_GB:g} GB of memory nor into what is free in {place}; free some space there, or "
-            f"set TMPDIR to a folder on another disk (DuckDB says: {str(error).partition(chr(10))[0]})"
+            f"what is kept of the list fits neither into {MEMORY_GB:g} GB of memory nor into what is free in {place}; free some "
+            f"space there, or set TMPDIR to a folder on another disk (DuckDB says: {str(error).partition(chr(10))[0]})"
         ) from error
 
 
-def _account(connection: duckdb.DuckDBPyConnection, *, captions: bool) -> list[str]:
+def _account(listed: _Listed, *, captions: bool) -> list[str]:
     """What will not be fetched, told before the first download: a wrong column shows here."""
-    no_url, other, example, no_caption = connection.execute(f"""
-        SELECT count(*) FILTER (blank), count(*) FILTER (NOT blank AND NOT web),
-               min_by(url, row) FILTER (NOT blank AND NOT web), count(*) FILTER (NOT blank AND web AND silent)
-        FROM (SELECT row, url, CASE WHEN {_PLAIN} THEN false ELSE trim(coalesce(url, '')) = '' END AS blank,
-                     CASE WHEN {_PLAIN} THEN true ELSE regexp_matches(coalesce(url, ''), '{_WEB}', 'i') END AS web,
-                     trim(coalesce(caption_raw, '')) = '' AS silent FROM list)""").fetchall()[0]
     words = []
-    if no_url:
-        words.append(f"{no_url:,} rows have no URL and will be `bad_url`")
-    if other:
-        words.append(f"{other:,} rows have no http(s) URL and will be `bad_url`; the first: {example[:100]!r}")
-    if captions and no_caption:
-        words.append(f"{no_caption:,} rows have no caption and will be `empty_caption` (--allow-empty fetches them)")
+    if listed.no_url:
+        words.append(f"{listed.no_url:,} rows have no URL and will be `bad_url`")
+    if listed.other:
+        words.append(
+            f"{listed.other:,} rows have no http(s) URL and will be `bad_url`; the first: {(listed.example or '')[:100]!r}"
+        )
+    if captions and listed.no_caption:
+        words.append(
+            f"{listed.no_caption:,} rows have no caption and will be `empty_caption` (--allow-empty fetches them)"
+        )
     return words
 
 
@@ -287,14 +299,13 @@ def source_fields(schema: pa.Schema) -> list[pa.Field[Any]]:
     return [f for f in schema if f.name not in PLAN_COLUMNS]
 
 
-# ---- into DuckDB -------------------------------------------------------------------------------------------------------
+# ---- the list into temporary files -------------------------------------------------------------------------------------
 
 
-def _load(connection: duckdb.DuckDBPyConnection, source: listfiles.ListSource, *, guess_types: bool) -> None:
-    """The list as table `list`: row, url, url_hash, caption_raw, source_uid where there is one, the source's own columns."""
-    import duckdb
-    import pyarrow as pa
-
+def _load(
+    connection: duckdb.DuckDBPyConnection, source: listfiles.ListSource, rows: Spool, *, guess_types: bool
+) -> _Listed:
+    """Read the list into `rows`; tables `hashes` (of URLs) and `repeats` (which rows have a uid that others have, too)."""
     first, batches = source.start()
     # by place, because DuckDB would take "URL" for "url"
     places = {name: f"c{place}" for place, name in enumerate(first.schema.names)}
@@ -303,34 +314,69 @@ def _load(connection: duckdb.DuckDBPyConnection, source: listfiles.ListSource, *
     for name, own in _own_names(first.schema, source).items():
         kind = _kind(first.column(name)) if guess_types and source.text else ""
         columns.append(f"{_typed(places[name], kind) if kind else places[name]} AS {_quoted(own)}")
-    problems: list[InputError] = []
-    schema = first.rename_columns(list(places.values())).schema.append(pa.field("url_hash", pa.uint64()))
-    reader = pa.RecordBatchReader.from_batches(
-        schema,
-        (
-            pa.record_batch([*batch.columns, _url_hashes(batch.column(source.url))], schema=schema)
-            for batch in _noting(batches, problems)
-        ),
-    )
-    connection.execute("DROP TABLE IF EXISTS list")
-    connection.register("incoming", reader)
-    try:
-        connection.execute(
-            f"CREATE TABLE list AS SELECT row_number() OVER () - 1 AS row, {', '.join(columns)} FROM incoming"
-        )
-    except duckdb.Error:
-        if problems:
-            raise problems[0] from None
-        raise
-    connection.unregister("incoming")
+    listed, count = _Listed(rows, source.caption is not None), 0
+    connection.execute("CREATE OR REPLACE TABLE hashes (url_hash UBIGINT)")
+    connection.execute("CREATE OR REPLACE TABLE own (row BIGINT, source_uid VARCHAR)")
+    for table in _chunks(batches):
+        hashes = _url_hashes(table[source.url])
+        incoming = table.rename_columns(list(places.values())).append_column("url_hash", hashes)
+        connection.register("incoming", incoming)
+        found = connection.sql(
+            f"SELECT row_number() OVER () + {count - 1} AS row, {', '.join(columns)} FROM incoming"
+        ).to_arrow_table()
+        connection.register("found", found)
+        connection.execute("INSERT INTO hashes SELECT url_hash FROM found")
+        if source.uid is not None:
+            connection.execute("INSERT INTO own SELECT row, source_uid FROM found WHERE source_uid IS NOT NULL")
+        _count_unfit(connection, listed)
+        rows.add(_one_batch(found))
+        count += len(table)
     connection.execute(
         "CREATE OR REPLACE TABLE repeats AS SELECT row, row_number() OVER (PARTITION BY source_uid ORDER BY row) AS repeat "
-        "FROM list SEMI JOIN (SELECT source_uid FROM list WHERE source_uid IS NOT NULL GROUP BY ALL HAVING count(*) > 1) "
-        "USING (source_uid)"
+        "FROM own SEMI JOIN (SELECT source_uid FROM own GROUP BY ALL HAVING count(*) > 1) USING (source_uid) ORDER BY row"
     )
+    return listed
 
 
-def _url_hashes(urls: pa.Array[Any]) -> pa.Array[Any]:
+def _chunks(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """`batches` together, up to `CHUNK_BYTES`."""
+    import pyarrow as pa
+
+    held: list[pa.RecordBatch] = []
+    size = 0
+    for batch in batches:
+        if not len(batch):
+            continue
+        held.append(batch)
+        size += batch.nbytes
+        if size >= CHUNK_BYTES:
+            yield pa.Table.from_batches(held)
+            held, size = [], 0
+    if held:
+        yield pa.Table.from_batches(held)
+
+
+def _one_batch(table: pa.Table) -> pa.RecordBatch:
+    (batch,) = table.combine_chunks().to_batches()
+    return batch
+
+
+def _count_unfit(connection: duckdb.DuckDBPyConnection, listed: _Listed) -> None:
+    """Add up what will not be fetched of the rows `found`."""
+    no_url, other, example, no_caption = connection.execute(f"""
+        SELECT count(*) FILTER (blank), count(*) FILTER (NOT blank AND NOT web),
+               min_by(url, row) FILTER (NOT blank AND NOT web), count(*) FILTER (NOT blank AND web AND silent)
+        FROM (SELECT row, url, CASE WHEN {_PLAIN} THEN false ELSE trim(coalesce(url, '')) = '' END AS blank,
+                     CASE WHEN {_PLAIN} THEN true ELSE regexp_matches(coalesce(url, ''), '{_WEB}', 'i') END AS web,
+                     CASE WHEN caption_raw > '!' THEN false ELSE trim(coalesce(caption_raw, '')) = '' END AS silent
+              FROM found)""").fetchall()[0]
+    listed.no_url += no_url
+    listed.other += other
+    listed.example = listed.example if listed.example is not None else example
+    listed.no_caption += no_caption
+
+
+def _url_hashes(urls: pa.ChunkedArray[Any]) -> pa.Array[Any]:
     # DuckDB's own hash may change between its versions, its md5 takes six times as long
     import numpy as np
     import pyarrow as pa
@@ -339,15 +385,6 @@ def _url_hashes(urls: pa.Array[Any]) -> pa.Array[Any]:
 
     texts = pc.fill_null(urls.cast(pa.string()).cast(pa.binary()), b"").to_numpy(zero_copy_only=False)
     return pa.array(np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts)))
-
-
-def _noting(batches: Iterator[pa.RecordBatch], problems: list[InputError]) -> Iterator[pa.RecordBatch]:
-    """`batches`; what is wrong with the list is also added to `problems`, since DuckDB wraps it into an error of its own."""
-    try:
-        yield from batches
-    except InputError as error:
-        problems.append(error)
-        raise
 
 
 def _text(places: dict[str, str], name: str | None) -> str:
@@ -391,68 +428,131 @@ def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-# ---- out of DuckDB, unit by unit ---------------------------------------------------------------------------------------
+# ---- and out of them, file by file -------------------------------------------------------------------------------------
 
 
-def _publish(connection: duckdb.DuckDBPyConnection, folder: Folder, index: _Index, file: int, keys: list[int]) -> None:
+def _by_file(connection: duckdb.DuckDBPyConnection, index: _Index, rows: Spool, found: Spool) -> Spool:
+    """`rows` with the number of their `unit` and which `repeat` of their source's uid they are, into `found`: each batch as one
+    for every file of the plan.
+
+    Raises:
+        DataError: the units are not those of the index.
+    """
+    import numpy as np
+    import pyarrow as pa
+
+    units = _units_of(connection, index.divisor)
+    if [count for _, count in units] != index.rows:
+        raise DataError(f"the plan that {INDEX} began is of another list than the one that is there now; use --fresh")
+    unit_of = np.zeros(index.divisor, np.int32)
+    unit_of[[place for place, _ in units]] = np.arange(len(units), dtype=np.int32)
+    for number in range(len(rows)):
+        batch = rows[number]
+        unit = unit_of[batch["url_hash"].to_numpy() % np.uint64(index.divisor)]
+        file = (unit // index.per_file).astype(np.uint8)
+        order = np.argsort(file, kind="stable")
+        batch = batch.drop_columns(["url_hash"]).append_column("unit", pa.array(unit))
+        batch = batch.append_column("repeat", _repeats(connection, batch)).take(pa.array(order))
+        ends = np.searchsorted(file[order], np.arange(index.files), "right").tolist()
+        for begin, end in itertools.pairwise([0, *ends]):
+            found.add(batch.slice(begin, end - begin))
+    return found
+
+
+def _repeats(connection: duckdb.DuckDBPyConnection, batch: pa.RecordBatch) -> pa.Array[Any]:
+    """For rows that follow each other: 1, or how many rows of the list up to this one have its source's uid."""
+    import numpy as np
+    import pyarrow as pa
+
+    first = batch["row"][0].as_py()
+    asked = f"SELECT row - {first} AS place, repeat FROM repeats WHERE row BETWEEN {first} AND {first + len(batch) - 1}"
+    found = connection.execute(asked).fetchnumpy()
+    repeat = np.ones(len(batch), np.int64)
+    repeat[found["place"]] = found["repeat"]
+    return pa.array(repeat)
+
+
+def _publish(folder: Folder, index: _Index, file: int, by_file: Spool) -> None:
+    import numpy as np
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     units = index.units_of(file)
-    reader = connection.sql(
-        f"SELECT (url_hash % {index.divisor})::BIGINT AS unit, list.* EXCLUDE (url_hash), coalesce(repeat, 1) AS repeat "
-        f"FROM list LEFT JOIN repeats USING (row) WHERE url_hash % {index.divisor} BETWEEN {keys[units[0]]} AND "
-        f"{keys[units[-1]]} ORDER BY unit, row"
-    ).to_arrow_reader(100_000)
-    metadata = {_CAPTIONS: b"yes" if index.captions else b"no"}
-    tables = (_identified(table).replace_schema_metadata(metadata) for table in _units(reader))
-    with folder.staged(_file_name(file)) as path:
-        table = next(tables)
-        with pq.ParquetWriter(path, table.schema, compression="zstd") as writer:
-            writer.write_table(table, row_group_size=table.num_rows)
-            for table in tables:
-                writer.write_table(table, row_group_size=table.num_rows)
+    table = pa.Table.from_batches([by_file[n] for n in range(file, len(by_file), index.files)]).combine_chunks()
+    place = (table["unit"].to_numpy() - units.start).astype(np.min_scalar_type(len(units)))
+    order = np.argsort(place, kind="stable")  # of 16 bits by radix
+    table = table.drop_columns(["unit"]).replace_schema_metadata({_CAPTIONS: b"yes" if index.captions else b"no"})
+    with folder.staged(_file_name(file)) as path, contextlib.ExitStack() as at_end:
+        writer, begin = None, 0
+        for piece in _pieces(index.rows[units.start : units.stop]):
+            rows = _identified(table.take(pa.array(order[begin : begin + sum(piece)])))
+            begin += len(rows)
+            writer = writer or at_end.enter_context(pq.ParquetWriter(path, rows.schema, compression="zstd"))
+            for count, end in zip(piece, itertools.accumulate(piece), strict=True):
+                writer.write_table(rows.slice(end - count, count), row_group_size=count)
 
 
-def _units(reader: pa.RecordBatchReader) -> Iterator[pa.Table]:
-    """Whole units from batches that cut them anywhere."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    held: list[pa.Table] = []
-    current = None
-    for batch in reader:
-        table, start = pa.Table.from_batches([batch]), 0
-        for run in pc.value_counts(batch["unit"]).to_pylist():  # sorted, so the rows of a unit are one run
-            if held and run["values"] != current:
-                yield pa.concat_tables(held).combine_chunks()
-                held = []
-            current = run["values"]
-            held.append(table.slice(start, run["counts"]))
-            start += run["counts"]
-    if held:
-        yield pa.concat_tables(held).combine_chunks()
+def _pieces(counts: list[int]) -> Iterator[list[int]]:
+    """Neighbouring units' `counts` together, up to `PIECE_ROWS`."""
+    piece: list[int] = []
+    for count in counts:
+        piece.append(count)
+        if sum(piece) >= PIECE_ROWS:
+            yield piece
+            piece = []
+    if piece:
+        yield piece
 
 
 def _identified(table: pa.Table) -> pa.Table:
-    """One unit with its uids: the source's own, else a hash of URL and raw caption; a repeated one is hashed again.
+    """Whole units with their uids: the source's own, else a hash of URL and raw caption; a repeated one is hashed again.
 
     Rows of one URL share a unit, so their hashes repeat within it; the source's own may repeat anywhere in the list.
     """
     import pyarrow as pa
+    import pyarrow.compute as pc
 
-    seen: Counter[str] = Counter()
-    uids = []
-    columns = (table[name].to_pylist() for name in ("url", "caption_raw", "source_uid", "repeat"))
-    for url, caption, own, repeat in zip(*columns, strict=True):
-        if own is None:
-            uid = hashed(f"{url or ''}\x00{caption or ''}")
-            seen[uid] += 1
-            repeat = seen[uid]
-        else:
-            uid = own if UID.fullmatch(own) else hashed(own)
-        uids.append(uid if repeat == 1 else hashed(f"{uid}\x00{repeat}"))
-    table = table.add_column(2, "uid", pa.array(uids, pa.string()))
-    return table.drop_columns(["unit", "source_uid", "repeat"])
+    own = table["source_uid"].combine_chunks()
+    if own.null_count == len(own):
+        uids = _hashed_rows(table)
+    elif pc.all(
+        pc.and_(pc.match_substring_regex(own, _WHOLE_UID), pc.equal(table["repeat"], 1)), skip_nulls=False
+    ).as_py():
+        uids = own
+    else:
+        hashes = iter(_hashed_rows(table.filter(own.is_null())).to_pylist())
+        uids = pa.array(
+            next(hashes) if uid is None else _again(uid if UID.fullmatch(uid) else hashed(uid), repeat)
+            for uid, repeat in zip(own.to_pylist(), table["repeat"].to_pylist(), strict=True)
+        )
+    return table.add_column(1, "uid", uids).drop_columns(["source_uid", "repeat"])
+
+
+def _hashed_rows(table: pa.Table) -> pa.Array[Any]:
+    """A uid for each row by its URL and caption."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import xxhash
+
+    texts = pc.binary_join_element_wise(*(pc.fill_null(table[name], "") for name in ("url", "caption_raw")), "\x00")
+    digests = list(map(xxhash.xxh3_128_digest, texts.cast(pa.binary()).to_pylist()))
+    words = np.frombuffer(b"".join(digests), np.uint64)[::2]
+    ordered = np.sort(words)
+    seen: Counter[bytes] = Counter()
+    for row in np.flatnonzero(np.isin(words, ordered[1:][ordered[1:] == ordered[:-1]])).tolist():
+        digest = digests[row]
+        seen[digest] += 1
+        digests[row] = bytes.fromhex(_again(digest.hex(), seen[digest]))
+    text = pa.py_buffer(b"".join(digests).hex().encode())
+    return pa.StringArray.from_buffers(
+        len(digests), pa.py_buffer(np.arange(len(digests) + 1, dtype=np.int32) * 32), text
+    )
+
+
+def _again(uid: str, repeat: int) -> str:
+    """The uid of the row that is the `repeat`-th with this one."""
+    return uid if repeat == 1 else hashed(f"{uid}\x00{repeat}")
 
 
 def hashed(text: str) -> str:

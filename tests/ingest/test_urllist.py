@@ -199,13 +199,12 @@ SMALL_DISK = """
 mount -t tmpfs -o size=2m none "$1" || exit 77
 TMPDIR="$1" "$2" -c "$3"
 """
-PLAN_IN_LITTLE_MEMORY = """
+PLAN_IN_LITTLE_ROOM = """
 from core.errors import StorageError
 from core.storage import Folder
 from ingest import urllist
 from ingest.config import IngestConfig
 
-urllist.MEMORY_GB = 0.05
 try:
     urllist.write_plan(IngestConfig(urls="{list}", work="{work}"), Folder("{work}"))
 except StorageError as error:
@@ -217,7 +216,7 @@ def test_a_full_temporary_disk_is_one_sentence(tmp_path: Path) -> None:
     urls = [f"http://a.test/{i * 7919 % 1_000_003}/{'x' * (i % 50)}" for i in range(600_000)]
     pq.write_table(pa.table({"url": urls, "caption": urls}), tmp_path / "list.parquet")
     (tmp_path / "disk").mkdir()
-    code = PLAN_IN_LITTLE_MEMORY.format(list=tmp_path / "list.parquet", work=tmp_path / "work")
+    code = PLAN_IN_LITTLE_ROOM.format(list=tmp_path / "list.parquet", work=tmp_path / "work")
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c", SMALL_DISK, "sh", str(tmp_path / "disk")]
     try:
         done = subprocess.run(
@@ -227,7 +226,7 @@ def test_a_full_temporary_disk_is_one_sentence(tmp_path: Path) -> None:
         pytest.skip("there is no unshare program to make a small disk with")
     if done.returncode == 77 or done.stderr.startswith("unshare"):
         pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
-    assert "fits neither into 0.05 GB of memory nor" in done.stdout and "set TMPDIR" in done.stdout, done
+    assert "the list does not fit into what is free in" in done.stdout and "set TMPDIR" in done.stdout, done
     assert not (tmp_path / "work/ingest/plan/00000.parquet").exists()
 
 
