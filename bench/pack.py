@@ -69,13 +69,13 @@ def stage(work: Path, pictures: int, width: int, height: int) -> None:
         writer = TarWriter(file)
         for i in range(pictures):
             data = different[i % len(different)]
-            member = writer.add(f"{i:09d}.jpg", data)
+            (offset,) = writer.add([f"{i:09d}.jpg"], [data]).tolist()
             pairs.append(
                 {
                     "uid": f"{i:032x}", "unit": "u000000", "row": i, "url": f"http://example.test/{i}.jpg", "outcome": "ok",
                     "caption": f"photograph number {i} of a street with trees", "sha256": f"{i:064x}",
                     "stored_sha256": hashlib.sha256(data).hexdigest(), "stored_crc32": zlib.crc32(data),
-                    "tar": "ingest/parts/u000000.tar", "tar_offset": member.offset, "tar_size": member.size,
+                    "tar": "ingest/parts/u000000.tar", "tar_offset": offset, "tar_size": len(data),
                 }
             )  # fmt: skip
         writer.finish()

@@ -33,7 +33,7 @@ from core.schema import Outcome, sample_schema
 from core.storage import Folder, begin_writing
 from shardkit.index import Shard, dali_index
 from shardkit.ranges import RangeReader
-from shardkit.tar import BLOCK, END, PADDING, header
+from shardkit.tar import TarWriter
 
 if TYPE_CHECKING:
     from core.images import Pixels
@@ -45,7 +45,6 @@ QUALITY = 90  # of the pictures that are resized: below 85 artefacts begin to sh
 _BUFFER = 1 << 20  # bytes that are written together
 _BEGIN = 4 << 20  # bytes after which the disk is told to begin
 _AT_ONCE = 64  # pictures asked of an object store together, and told to the progress line together
-_PIECES = 512  # that are written together at most; the system takes 1024
 # null for a NaN, which DuckDB and Python write and few other readers of JSON take
 _SOURCE = json.JSONDecoder(parse_constant=lambda _: None)
 
@@ -118,33 +117,30 @@ def staged_images(folder: Folder, rows: list[Row]) -> Iterator[bytes]:
     Raises:
         DataError: a tar is gone or shorter than its index says.
     """
-    local = RangeReader(folder)
+    files = RangeReader(folder)
+    remote = {tar for tar in {row.tar for row in rows} if "://" in folder.path(tar)}
     for first in range(0, len(rows), _AT_ONCE):
         some = rows[first : first + _AT_ONCE]
-        remote = ["://" in folder.path(row.tar) for row in some]
-        places = [(row.tar, row.tar_offset, row.tar_size) for row in itertools.compress(some, remote)]
-        fetched = iter(folder.read_ranges(places))
-        for row, is_remote in zip(some, remote, strict=True):
-            yield _checked(row, next(fetched) if is_remote else _read_local(local, row))
+        fetched = iter(folder.read_ranges([(r.tar, r.tar_offset, r.tar_size) for r in some if r.tar in remote]))
+        for row in some:
+            body: bytes | OSError
+            try:
+                body = next(fetched) if row.tar in remote else files.read(row.tar, row.tar_offset, row.tar_size)
+            except OSError as error:
+                body = error
+            if isinstance(body, OSError) or len(body) != row.tar_size:
+                raise _lost(row, body)
+            yield body
 
 
-def _read_local(local: RangeReader, row: Row) -> bytes | OSError:
-    try:
-        return local.read(row.tar, row.tar_offset, row.tar_size)
-    except OSError as error:
-        return error
-
-
-def _checked(row: Row, body: bytes | OSError) -> bytes:
+def _lost(row: Row, found: bytes | OSError) -> DataError:
     advice = "restore that file, or run ingest again"
-    if isinstance(body, OSError):
-        raise DataError(f"expected staged images in {row.tar}, found {body.strerror or body}; {advice}") from body
-    if len(body) != row.tar_size:
-        raise DataError(
-            f"{row.tar} is cut short: expected {row.tar_size} bytes of {row.uid} at byte {row.tar_offset}, "
-            f"found {len(body)}; {advice}"
-        )
-    return body
+    if isinstance(found, OSError):
+        return DataError(f"expected staged images in {row.tar}, found {found.strerror or found}; {advice}")
+    return DataError(
+        f"{row.tar} is cut short: expected {row.tar_size} bytes of {row.uid} at byte {row.tar_offset}, "
+        f"found {len(found)}; {advice}"
+    )
 
 
 def fill(
@@ -154,11 +150,11 @@ def fill(
 
     A picture that is no use in one size is left out of all: the sets hold the same samples.
     """
-    left_out, done = [], 0
-    for row, body in zip(rows, bodies, strict=True):
-        crc32, known = zlib.crc32(body), row.stored_crc32
+    left_out = []
+    for done, (row, body) in enumerate(zip(rows, bodies, strict=True), 1):
+        crc32 = zlib.crc32(body)
         try:
-            if known is not None and known != crc32:
+            if row.stored_crc32 not in (crc32, None):
                 raise ImageError(Outcome.CORRUPT, f"its bytes in {row.tar} are not those that were staged")
             fitted = fit(body, sizes)
         except ImageError as error:
@@ -169,16 +165,15 @@ def fill(
             for output, picture in zip(outputs, fitted, strict=True):
                 if picture.data is body:
                     # ingest has hashed these very bytes, as the crc32 tells: a third of the cost of copying them
-                    sha256 = (known is not None and row.stored_sha256) or hashlib.sha256(body).hexdigest()
+                    sha256 = (row.stored_crc32 is not None and row.stored_sha256) or hashlib.sha256(body).hexdigest()
                     output.add(row, source, picture, sha256, crc32)
                     output.copied += 1
                 else:
                     sha256 = hashlib.sha256(picture.data).hexdigest()
                     output.add(row, source, picture, sha256, zlib.crc32(picture.data))
-        done += 1
         if done % _AT_ONCE == 0:
             tick(_AT_ONCE)
-    tick(done % _AT_ONCE)
+    tick(len(rows) % _AT_ONCE)
     return left_out
 
 
@@ -224,31 +219,10 @@ class Output:
 
     def __init__(self, path: Path, shard: str) -> None:
         self.shard, self.rows, self._lines = shard, list[tuple[Any, ...]](), list[str]()
-        self.copied = self.bytes = 0
-        self._file = path.open("wb", buffering=0)
-        self._digest = hashlib.sha256()
-        self._pieces, self._pending = list[bytes](), 0
-
-    def _write(self, *pieces: bytes) -> None:
-        """Hash them at once, and store many pieces at a time, without joining them."""
-        for piece in pieces:
-            self._digest.update(piece)
-        self._pieces += pieces
-        self._pending += sum(map(len, pieces))
-        if self._pending >= _BUFFER or len(self._pieces) > _PIECES:
-            self._flush()
-
-    def _flush(self) -> None:
-        pieces, pending = self._pieces, self._pending
-        self._pieces, self._pending = [], 0
-        self.bytes += pending
-        written = os.writev(self._file.fileno(), pieces)
-        if written < pending:  # a full disk takes what it can, and says so at the next call
-            rest = memoryview(b"".join(pieces))[written:]
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        if self.bytes % _BEGIN < pending:
-            begin_writing(self._file)
+        self.copied = 0
+        self._file = path.open("wb")
+        self._tar = TarWriter(self._file)
+        self._waiting, self._bytes = list[tuple[Row, dict[str, Any], Fitted, str, int]](), 0
 
     def __enter__(self) -> Output:
         return self
@@ -256,30 +230,40 @@ class Output:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._file:
             if kind is None:
-                self._write(END)
-                self._flush()
+                if self._waiting:
+                    self._flush()
+                self._tar.finish()
 
     def add(self, row: Row, source: dict[str, Any], image: Fitted, sha256: str, crc32: int) -> None:
         """Append one sample: the picture, its first caption, and what is known of it (`source`: the list's own columns)."""
-        key, caption, body = sample_key(row.uid), row.captions[0], image.data
-        text, notes = caption.encode(), _notes(row, source, image, sha256)
-        jpg, txt, json_ = f"{key}.jpg", f"{key}.txt", f"{key}.json"
-        head = header(jpg, len(body))
-        tail = b"".join([
-            PADDING[len(body) % BLOCK], header(txt, len(text)), text, PADDING[len(text) % BLOCK],
-            header(json_, len(notes)), notes, PADDING[len(notes) % BLOCK],
-        ])  # fmt: skip
-        at = self.bytes + self._pending + BLOCK
-        text_at = at + len(body) + -len(body) % BLOCK + BLOCK
-        notes_at = text_at + len(text) + -len(text) % BLOCK + BLOCK
-        self._write(head, body, tail)
-        self._lines.append(
-            f"jpg {at} {len(body)} {jpg} txt {text_at} {len(text)} {txt} json {notes_at} {len(notes)} {json_}"
-        )
-        self.rows.append(
-            (self.shard, key, row.uid, row.uids, caption, row.captions, row.url, at, len(body), image.width, image.height,
-             crc32, sha256, row.image_group)
-        )  # fmt: skip
+        self._waiting.append((row, source, image, sha256, crc32))
+        self._bytes += len(image.data)
+        if self._bytes >= _BUFFER:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write the samples that wait: a call a block costs a third of one a sample."""
+        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        keys, names, contents = list[str](), list[str](), list[bytes]()
+        for row, source, image, sha256, _ in waiting:
+            key = sample_key(row.uid)
+            keys.append(key)
+            names += (f"{key}.jpg", f"{key}.txt", f"{key}.json")
+            contents += (image.data, row.captions[0].encode(), _notes(row, source, image, sha256))
+        begun = self._tar.position // _BEGIN
+        starts = iter(self._tar.add(names, contents).tolist())
+        if self._tar.position // _BEGIN > begun:
+            begin_writing(self._file)
+        bodies = iter(contents)
+        for key, (row, _, image, sha256, crc32), jpg, txt, json_ in zip(keys, waiting, starts, starts, starts):
+            self._lines.append(
+                f"jpg {jpg} {len(next(bodies))} {key}.jpg txt {txt} {len(next(bodies))} {key}.txt "
+                f"json {json_} {len(next(bodies))} {key}.json"
+            )
+            self.rows.append(
+                (self.shard, key, row.uid, row.uids, row.captions[0], row.captions, row.url, jpg, len(image.data),
+                 image.width, image.height, crc32, sha256, row.image_group)
+            )  # fmt: skip
 
     @functools.cached_property
     def index(self) -> bytes:
@@ -290,7 +274,7 @@ class Output:
     def entry(self) -> Shard:
         """The shard as `shards.json` lists it."""
         index = hashlib.sha256(self.index).hexdigest()
-        return Shard(self.shard, len(self.rows), self.bytes, self._digest.hexdigest(), index)
+        return Shard(self.shard, len(self.rows), self._tar.position, self._tar.digest.hexdigest(), index)
 
     def table(self, left_out: list[dict[str, str]]) -> pa.Table:
         """The shard's rows of `samples.parquet`, with its own figures in the metadata."""

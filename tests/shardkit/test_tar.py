@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import subprocess
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from core.errors import DataError
-from shardkit.tar import Member, TarWriter, header, scan, scan_file
+from shardkit.tar import Member, TarWriter, headers, scan, scan_file
 
 MEMBERS = [("a.jpg", b"x" * 700), ("a.txt", b""), ("b.jpg", bytes(range(256)) * 2), ("b.json", b"{}")]
 
@@ -18,9 +20,10 @@ MEMBERS = [("a.jpg", b"x" * 700), ("a.txt", b""), ("b.jpg", bytes(range(256)) * 
 def write(path: Path) -> list[Member]:
     with path.open("wb") as file:
         writer = TarWriter(file)
-        members = [writer.add(name, data) for name, data in MEMBERS]
+        offsets = [writer.add(*zip(*some, strict=True)).tolist() for some in (MEMBERS[:3], MEMBERS[3:])]
         assert writer.finish() == file.tell()
-    return members
+    assert writer.digest.hexdigest() == hashlib.sha256(path.read_bytes()).hexdigest()
+    return [Member(name, at, len(data)) for (name, data), at in zip(MEMBERS, sum(offsets, []), strict=True)]
 
 
 def test_python_and_tar_read_what_we_write(tmp_path: Path) -> None:
@@ -79,6 +82,18 @@ def test_a_damaged_header_is_named_with_its_place(tmp_path: Path) -> None:
         list(scan_file(io.BytesIO(bytes(data)), "some.tar"))
 
 
-def test_names_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(DataError, match="1 to 100 bytes"):
-        header("x" * 101, 1)
+def test_names_and_sizes_that_do_not_fit_are_refused() -> None:
+    for name, size in (("x" * 101, 1), ("", 1), ("é" * 51, 1), ("a", 8**11)):
+        with pytest.raises(DataError, match="1 to 100 bytes and less than 8 GiB"):
+            headers(["fits", name], np.array([1, size]))
+
+
+def test_headers_are_those_of_the_standard_library() -> None:
+    names, sizes = ["a", "é.txt", "x" * 100, "0123.jpg"], [0, 511, 8**11 - 1, 25_000]
+    for name, size, ours in zip(names, sizes, headers(names, np.array(sizes)), strict=True):
+        info = tarfile.TarInfo(name)
+        info.size = size
+        theirs = bytearray(info.tobuf(tarfile.USTAR_FORMAT))
+        theirs[329:345] = bytes(16)  # the numbers of a device, which we leave empty
+        theirs[148:156] = b"%06o\0 " % (sum(theirs) - sum(theirs[148:156]) + 8 * 0x20)
+        assert ours.tobytes() == bytes(theirs)

@@ -297,7 +297,7 @@ def test_damaged_samples_alone_are_fetched_again(tmp_path: Path) -> None:
         )
         work = tmp_path / "work"
         for command in (
-            ["ingest", str(tmp_path / "list.csv"), "--size", "64", "--no-lang"], ["dedup"], ["shard", "--size", "48"],
+            ["ingest", str(tmp_path / "list.csv"), "--size", "64"], ["dedup"], ["shard", "--size", "48"],
         ):  # fmt: skip
             pairmill(*command, "--work", str(work), "--workers", "1", *(["--allow-private"] * (command[0] == "ingest")))
         before = contents(work / "shards")
