@@ -73,7 +73,7 @@ def measure(place: Path, hosts: SlowHosts, *, kills: int, urls: int) -> list[dic
 
 def _start(place: Path, name: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "cli", "ingest", str(place / "list.parquet"), "--work", str(place / name)]
-    options = ["--workers", "1", "--allow-private", "--no-lang", "--concurrency", str(AT_ONCE), "--json"]
+    options = ["--workers", "1", "--allow-private", "--concurrency", str(AT_ONCE), "--json"]
     return subprocess.Popen(
         [*command, *options], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

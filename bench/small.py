@@ -63,7 +63,7 @@ class SmallList:
         caller wrote into `home`."""
         if stage == "ingest":
             return {
-                "work": work, "urls": str(self.list), "allow_private": True, "lang": False, "size": 64, "concurrency": 4,
+                "work": work, "urls": str(self.list), "allow_private": True, "size": 64, "concurrency": 4,
                 "per_host": 64, "unit_urls": max(1, self.pictures // 12),
             }  # fmt: skip
         if stage == "shard":

@@ -16,7 +16,7 @@ import re
 import struct
 import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from core.errors import ImageError
 from core.schema import Outcome
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     Pixels = npt.NDArray[np.uint8]
 
-Mode = Literal["short", "square"]
 
 MAX_PIXELS = 64_000_000  # 192 MB as RGB; phones and cameras of today stay below, a worker's memory does too
 SCALED_DECODE_GAP = 1.4  # scaled decode leaves this many times the wanted side: the bicubic filter hides the DCT's edge
@@ -92,8 +91,8 @@ def decode(body: bytes, header: Header, *, min_side: int | None = None) -> Pixel
     return _upright(_decode_pillow(body, header), header.orientation)
 
 
-def reduced(body: bytes, header: Header, size: int, mode: Mode = "short") -> Pixels:
-    """`resize(decode(body, header, min_side=size), size, mode)`, with profile and rotation applied to the small picture.
+def reduced(body: bytes, header: Header, size: int) -> Pixels:
+    """`resize(decode(body, header, min_side=size), size)`, with profile and rotation applied to the small picture.
 
     For a JPEG with a profile other than sRGB that is the greatest cost, and one of pixels: 3.5 ms for a 500-pixel photograph.
 
@@ -101,8 +100,8 @@ def reduced(body: bytes, header: Header, size: int, mode: Mode = "short") -> Pix
         ImageError: as `decode`.
     """
     if not _is_plain_jpeg(header):
-        return resize(decode(body, header), size, mode)
-    pixels = resize(_decode_jpeg(body, header, size), size, mode)
+        return resize(decode(body, header), size)
+    pixels = resize(_decode_jpeg(body, header, size), size)
     return _upright(_from_profile(pixels, header.icc), header.orientation)
 
 
@@ -112,18 +111,8 @@ def scales_while_decoding(header: Header, min_side: int) -> bool:
     return large and header.format == "jpeg" and header.components != 4
 
 
-def resize(pixels: Pixels, size: int, mode: Mode = "short") -> Pixels:
-    """Antialiased bicubic reduction; never enlarges.
-
-    Args:
-        size: target in pixels; of the shorter side in mode `short`, of both sides after a centre crop in `square`.
-    """
-    import numpy as np
-
-    if mode == "square":
-        side = min(pixels.shape[:2])
-        top, left = (pixels.shape[0] - side) // 2, (pixels.shape[1] - side) // 2
-        pixels = np.ascontiguousarray(pixels[top : top + side, left : left + side])
+def resize(pixels: Pixels, size: int) -> Pixels:
+    """Antialiased bicubic reduction to a shorter side of `size` pixels; never enlarges."""
     height, width = pixels.shape[:2]
     short = min(height, width)
     if short <= size:
@@ -139,10 +128,9 @@ def encode_jpeg(pixels: Pixels, quality: int) -> bytes:
     return simplejpeg.encode_jpeg(pixels, quality, colorspace="RGB", colorsubsampling="420", fastdct=False)
 
 
-def fits_as_is(body: bytes, header: Header, size: int, mode: Mode = "short") -> bool:
+def fits_as_is(body: bytes, header: Header, size: int) -> bool:
     """Whether the original bytes can be stored: baseline 4:2:0, upright, sRGB, no metadata, not larger than asked for."""
-    short, long = sorted((header.width, header.height))
-    small = short <= size and (mode == "short" or long == short)
+    small = min(header.width, header.height) <= size
     plain = header.baseline_420 and header.orientation == 1 and not header.metadata
     return bool(small and plain and not _is_foreign(header.icc))
 

@@ -18,5 +18,3 @@ class DemoConfig(StageConfig, PoolConfig):
     """Work folder; the world itself lies beside the stages' results."""
     pictures: int = 6000
     """Pictures in the world. Fewer make a faster demo and a worse model."""
-    seed: int = 0
-    """Another seed draws another world."""

@@ -63,7 +63,7 @@ def _world(config: DemoConfig, local: Path) -> World:
             progress.total = total  # the evaluation's pictures come on top
             progress.advance(done - progress.done)
 
-        return make_world(local / "world", seed=config.seed, pictures=config.pictures, progress=report)
+        return make_world(local / "world", pictures=config.pictures, progress=report)
 
 
 @contextlib.contextmanager

@@ -128,9 +128,8 @@ def adopt_tar(unit: Unit, *, config: AdoptConfig, folder: Folder, tars: list[str
     if reader.damage:
         rows.append(_damage_row(reader, unit, len(rows)))
     rows.extend(_failure_rows(tar, unit, len(rows)))
-    if config.lang:
-        for row, lang in zip(rows, captions.languages([r["caption"] or "" for r in rows]), strict=True):
-            row["lang"] = lang
+    for row, lang in zip(rows, captions.languages([r["caption"] or "" for r in rows]), strict=True):
+        row["lang"] = lang
     _publish(folder, unit, rows)
     outcomes = Counter(row["outcome"] for row in rows)
     tick(1, **outcomes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from core.config import UnitsConfig, setting
 from core.errors import ConfigError
@@ -25,13 +24,9 @@ class IngestConfig(UnitsConfig):
     name stands for a list of another form that has none either."""
     allow_empty: bool = False
     """Download pictures whose caption is empty too; they are of use where captions come later. Always so for txt."""
-    lang: bool = setting(True, flags="--lang/--no-lang")
-    """Identify each caption's language (60 microseconds a caption); needed by filters on `lang`."""
     size: int = setting(256, also=("--image_size",))
-    """Shorter side of the stored image, in pixels. Slightly above the training resolution leaves room for random crops.
-    Smaller pictures are never enlarged."""
-    resize: Literal["short", "square"] = "short"
-    """`short` keeps the aspect ratio; `square` cuts the centre out."""
+    """Shorter side of the stored image, in pixels; the aspect ratio stays. Slightly above the training resolution leaves
+    room for random crops. Smaller pictures are never enlarged."""
     quality: int = setting(90, also=("--encode_quality",))
     """JPEG quality of the stored image, 1 to 100. 95 is half as large again, for pictures that are compressed again."""
     keep_original: bool = False
@@ -69,8 +64,6 @@ class AdoptConfig(UnitsConfig):
     """Folder of .tar files (a path or an fsspec URL), or a glob of them."""
     allow_empty: bool = False
     """Take pictures whose caption is empty too."""
-    lang: bool = setting(True, flags="--lang/--no-lang")
-    """Identify each caption's language (60 microseconds a caption); needed by filters on `lang`."""
     min_side: int = 32
     """Refuse pictures whose shorter side is below this many pixels; 0 takes all."""
 

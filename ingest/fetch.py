@@ -128,7 +128,7 @@ def _fetch_all(config: IngestConfig, stage: Stage, plan: urllist.Planning) -> di
             groups, task, done=lambda group: todo.isdisjoint(_numbers(span, part.count, group, len(rows))),
             before=lambda group: plan.wait_for(_numbers(span, part.count, group, len(rows))[-1]),
             workers=workers, engine=config.engine, label="ingest", describe=tally.progress_words,
-            warm=(*WARM, *["ingest.warm_languages"] * config.lang),
+            warm=WARM,
             survive=None if in_memory else functools.partial(decoding.survive, place=notes),
         )  # fmt: skip
         at_end.enter_context(contextlib.closing(running))
@@ -225,7 +225,7 @@ class _Span:
 
     def __init__(self, config: IngestConfig, folder: Folder, watch: decoding.Watch, blame: decoding.Blame) -> None:
         self._config, self._folder, self._watch, self._blame = config, folder, watch, blame
-        self._rules = Rules(config.size, config.resize, config.quality, config.keep_original, config.min_side)
+        self._rules = Rules(config.size, config.quality, config.keep_original, config.min_side)
         self._report = Report()
         self._room = Room(config.concurrency)
         self._ahead = asyncio.Semaphore(AHEAD * config.concurrency)
@@ -277,7 +277,7 @@ class _Span:
             return prepare(body, self._rules)
 
     async def _publish(self, unit: Unit) -> None:
-        await self._in_thread(functools.partial(unit.publish, lang=self._config.lang))
+        await self._in_thread(unit.publish)
         for row in unit.rows:
             self._report.outcomes[row["outcome"]] += 1
             if row["outcome"] != Outcome.OK:

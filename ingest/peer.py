@@ -61,7 +61,7 @@ def run(config: IngestConfig) -> dict[str, Any]:
     after = os.times()
     summary = adopt.run(
         AdoptConfig(
-            work=config.work, workers=config.workers, fresh=config.fresh, shards=str(shards), lang=config.lang,
+            work=config.work, workers=config.workers, fresh=config.fresh, shards=str(shards),
             allow_empty=config.allow_empty, min_side=config.min_side,
         )
     )  # fmt: skip
@@ -91,7 +91,7 @@ def command(program: str, config: IngestConfig, plan: Path, shards: Path) -> lis
     options: dict[str, Any] = {
         "url_list": plan, "input_format": "parquet", "url_col": "url", "caption_col": "caption_raw",
         "save_additional_columns": json.dumps(["uid"]), "output_format": "webdataset", "output_folder": shards,
-        "image_size": config.size, "resize_mode": "keep_ratio" if config.resize == "short" else "center_crop",
+        "image_size": config.size, "resize_mode": "keep_ratio",
         "resize_only_if_bigger": True, "encode_quality": config.quality, "number_sample_per_shard": config.unit_urls,
         "processes_count": config.workers or cores(), "thread_count": config.concurrency,
         "timeout": int(config.timeout), "retries": config.retries, "user_agent_token": "pairmill",

@@ -7,7 +7,6 @@ import hashlib
 import threading
 import zlib
 from dataclasses import dataclass
-from typing import Literal
 
 from core.errors import ImageError
 from core.schema import Outcome
@@ -24,7 +23,6 @@ class Rules:
     """What is stored and what is refused; the fields mean what they mean in `IngestConfig`."""
 
     size: int = HASH_SIDE
-    resize: Literal["short", "square"] = "short"
     quality: int = 90
     keep_original: bool = True
     min_side: int = 0
@@ -73,9 +71,9 @@ def _fill(picture: Picture, body: bytes, rules: Rules) -> None:
     picture.format, picture.width, picture.height = header.format, header.width, header.height
     check_size(header.width, header.height, rules)
     with _large if header.width * header.height > LARGE else contextlib.nullcontext():
-        pixels = images.reduced(body, header, rules.size, rules.resize)
+        pixels = images.reduced(body, header, rules.size)
     picture.image_hash, picture.image_hash_mirrored = imagehash.image_hash(pixels)
-    if rules.keep_original or images.fits_as_is(body, header, rules.size, rules.resize):
+    if rules.keep_original or images.fits_as_is(body, header, rules.size):
         picture.data, picture.stored_width, picture.stored_height = body, header.width, header.height
         picture.ending = _ENDINGS.get(header.format, header.format)
     else:

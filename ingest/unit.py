@@ -90,12 +90,10 @@ class Unit:
         """Bytes of what needs no download any more."""
         return sum(member.size for member in set(self._stored.values()))
 
-    def publish(self, *, lang: bool) -> None:
+    def publish(self) -> None:
         """Write the tar, then the part; after a retry, remove the tar that the old part named."""
-        if lang:
-            texts = captions.languages([row["caption"] or "" for row in self.rows])
-            for row, text in zip(self.rows, texts, strict=True):
-                row["lang"] = text
+        for row, lang in zip(self.rows, captions.languages([r["caption"] or "" for r in self.rows]), strict=True):
+            row["lang"] = lang
         self._write_tar()
         staging.write_part(self.folder, self.id, self.rows, self.source)
         if self.old_tar is not None and self.old_tar != staging.tar_name(self.id, self.round):

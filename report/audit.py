@@ -17,7 +17,6 @@ from core import catalog
 from core.errors import InputError
 from core.storage import Folder
 from report import foreign
-from report.config import at_least
 
 if TYPE_CHECKING:
     import duckdb
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
 HOST = r"lower(regexp_extract(url, '^[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/?#@]*@)?(\[[^]]*\]|[^/?#:]+)', 1))"
 BINS = 28
+TOP = 20  # hosts, captions, words and the like that are listed; `sql` lists more
 PICTURE_BYTES, PICTURES, LARGEST_CLUSTERS = 6_500_000, 6, 6  # of the HTML page; pictures of each reason
 PERIODS, SPANS = (
     48,
@@ -55,13 +55,12 @@ def run(config: AuditConfig) -> dict[str, Any]:
         DataError: a file of it is no whole table.
     """
     start = time.perf_counter()
-    at_least("--top", config.top, 1)
     folder = Folder(config.folder or config.work)
     connection = catalog.connect(folder)
     with catalog.reading(folder):
         if config.folder and not views(connection):
             foreign.make_views(connection, folder)
-        page = gather(connection, top=config.top)
+        page = gather(connection)
     if not page:
         raise InputError(f"{folder} holds nothing to audit yet; run `pairmill ingest` or name a folder of shards")
     page = {"folder": str(folder), **page, **conditions(folder)}
@@ -98,14 +97,14 @@ def conditions(folder: Folder) -> dict[str, Any]:
     return {key: noted[key] for key in ("rules", "against") if isinstance(noted, dict) and noted.get(key)}
 
 
-def gather(connection: duckdb.DuckDBPyConnection, *, top: int = 20) -> dict[str, Any]:
+def gather(connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
     """All sections that the connection's views allow, by name; rows are counts of pairs unless a key says otherwise."""
     have = views(connection)
     page: dict[str, Any] = {}
     if "pairs" in have:
-        page |= pair_sections(connection, top)
+        page |= pair_sections(connection)
     if "decisions" in have:
-        page |= decision_sections(connection, top)
+        page |= decision_sections(connection)
     for view in ("samples", "holdout"):
         if view in have:
             page[view] = sample_section(connection, view)
@@ -144,7 +143,7 @@ def funnel(connection: duckdb.DuckDBPyConnection) -> dict[str, int]:
     return out
 
 
-def pair_sections(connection: duckdb.DuckDBPyConnection, top: int) -> dict[str, Any]:
+def pair_sections(connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
     """Statistics of `pairs`: totals, outcomes, hosts, formats, languages, histograms, captions and words."""
     known = set(catalog.columns(connection, "pairs"))
     size = "coalesce(sum(bytes), 0)::BIGINT" if "bytes" in known else "0::BIGINT"
@@ -162,7 +161,7 @@ def pair_sections(connection: duckdb.DuckDBPyConnection, top: int) -> dict[str, 
         "hosts": _records(
             connection,
             f"""SELECT {HOST} AS name, count(*) AS rows, count(*) FILTER (outcome = 'ok') AS ok, {size} AS bytes
-            FROM pairs GROUP BY 1 ORDER BY rows DESC, name LIMIT {top}""",
+            FROM pairs GROUP BY 1 ORDER BY rows DESC, name LIMIT {TOP}""",
         ),
     }
     for section, column in (("formats", "format"), ("languages", "lang")):
@@ -170,7 +169,7 @@ def pair_sections(connection: duckdb.DuckDBPyConnection, top: int) -> dict[str, 
             sections[section] = _records(
                 connection,
                 f"SELECT coalesce({column}, 'unknown') AS name, count(*) AS rows, {size} AS bytes {ok} "
-                f"GROUP BY 1 ORDER BY rows DESC, name LIMIT {top}",
+                f"GROUP BY 1 ORDER BY rows DESC, name LIMIT {TOP}",
             )
     if "fetched_at" in known:
         sections["over_time"] = over_time(connection)
@@ -178,9 +177,9 @@ def pair_sections(connection: duckdb.DuckDBPyConnection, top: int) -> dict[str, 
     sections["captions"] = _records(
         connection,
         f"""SELECT caption, count(*) AS rows {ok} AND caption <> '' GROUP BY 1 HAVING count(*) > 1
-        ORDER BY rows DESC, caption LIMIT {top}""",
+        ORDER BY rows DESC, caption LIMIT {TOP}""",
     )
-    sections["words"] = words(connection, sections["pairs"]["ok"], top)
+    sections["words"] = words(connection, sections["pairs"]["ok"])
     return sections
 
 
@@ -271,7 +270,7 @@ def _binned(connection: duckdb.DuckDBPyConnection, sql: str, start: float, step:
     ]
 
 
-def words(connection: duckdb.DuckDBPyConnection, captions: int, top: int) -> dict[str, Any]:
+def words(connection: duckdb.DuckDBPyConnection, captions: int) -> dict[str, Any]:
     """Most frequent words of the fetched captions, {sampled: share of captions looked at, top: [{word, rows}]}.
 
     Runs of letters and digits in any script, lower-cased; words of one letter are left out.
@@ -283,12 +282,12 @@ def words(connection: duckdb.DuckDBPyConnection, captions: int, top: int) -> dic
         rf"""SELECT word, count(*) AS rows FROM (
             SELECT unnest(regexp_extract_all(lower(caption), '[\p{{L}}\p{{N}}\p{{M}}]+')) AS word
             FROM pairs WHERE outcome = 'ok' {chosen}
-        ) WHERE length(word) > 1 OR word > '~' GROUP BY 1 ORDER BY rows DESC, word LIMIT {top}""",
+        ) WHERE length(word) > 1 OR word > '~' GROUP BY 1 ORDER BY rows DESC, word LIMIT {TOP}""",
     )
     return {"sampled": round(1 / every, 4), "top": rows}
 
 
-def decision_sections(connection: duckdb.DuckDBPyConnection, top: int) -> dict[str, Any]:
+def decision_sections(connection: duckdb.DuckDBPyConnection) -> dict[str, Any]:
     """Statistics of `decisions`: kept and held out, dropped by reason and evidence, clusters by size, largest groups."""
     totals = _records(
         connection,
@@ -314,7 +313,7 @@ def decision_sections(connection: duckdb.DuckDBPyConnection, top: int) -> dict[s
     largest = _records(
         connection,
         f"""SELECT cluster AS name, count(*) AS rows FROM decisions WHERE cluster IS NOT NULL
-        GROUP BY 1 HAVING count(*) > 1 ORDER BY rows DESC, name LIMIT {top}""",
+        GROUP BY 1 HAVING count(*) > 1 ORDER BY rows DESC, name LIMIT {TOP}""",
     )
     return {
         "decisions": totals,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.config import VerbConfig, setting
-from core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +16,6 @@ class AuditConfig(VerbConfig):
     .parquet files are read), or any webdataset tars."""
     html: str = setting("", stable=False)
     """Also write the statistics as one offline HTML page to this file."""
-    top: int = setting(20)
-    """Entries in each list of most frequent things (hosts, captions, words); more make the page longer, not slower."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +24,8 @@ class ReportConfig(VerbConfig):
 
     out: str = setting("report.html", stable=False)
     """File to write; a relative name lies in the work folder."""
-    run: str = setting("")
-    """Name of the training run to show; the latest one where this is empty."""
+    name: str = setting("")
+    """Training run to show; the latest one where this is empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +47,3 @@ class SqlConfig(VerbConfig):
     """The query, in DuckDB's SQL. It reads only: the views are made in memory, over the files of the work folder."""
     limit: int = setting(1000)
     """Most rows to return; 0 returns all. What was left out is said."""
-
-
-def at_least(flag: str, value: int, least: int) -> None:
-    """Raise ConfigError, naming the flag, for a value below `least`."""
-    if value < least:
-        raise ConfigError(f"expected {flag} of at least {least}, found {value}")

@@ -34,7 +34,7 @@ def run(config: ReportConfig) -> dict[str, Any]:
     start = time.perf_counter()
     folder = Folder(config.work)
     with catalog.reading(folder):
-        report = collect(folder, run_name=config.run)
+        report = collect(folder, run_name=config.name)
     page = html.render(report).encode("utf-8", "replace")  # lone surrogates in captions have no UTF-8
     if len(page) > html.MAX_BYTES:
         log.warning("the report is %.1f MB, more than browsers open quickly", len(page) / 1e6)

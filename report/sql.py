@@ -8,9 +8,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from core import catalog
-from core.errors import UsageError
+from core.errors import ConfigError, UsageError
 from core.storage import Folder
-from report.config import at_least
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,7 +24,8 @@ def run(config: SqlConfig) -> dict[str, Any]:
         UsageError: DuckDB refuses the query, or it would write.
         InputError: it names a view whose files are not there yet.
     """
-    at_least("--limit", config.limit, 0)
+    if config.limit < 0:
+        raise ConfigError(f"expected --limit of at least 0, found {config.limit}")
     connection = catalog.connect(Folder(config.work))
     _require_reading(connection, config.query)
     cursor = catalog.query(connection, config.query)

@@ -82,7 +82,7 @@ def test_members_of_a_tar_stay_in_it(tmp_path: Path, name: str) -> None:
                 info.type, info.linkname, info.size = tarfile.SYMTYPE, str(tmp_path / "secret.jpg"), 0
             archive.addfile(info, io.BytesIO(body) if info.size else None)
     before = {path for path in tmp_path.rglob("*") if work not in path.parents}
-    summary = adopt(AdoptConfig(shards=str(tars), work=str(work), workers=1, lang=False, min_side=0))
+    summary = adopt(AdoptConfig(shards=str(tars), work=str(work), workers=1, min_side=0))
     assert summary["ok"] == (0 if name == "link.jpg" else 1)
     assert {path for path in tmp_path.rglob("*") if work not in path.parents} - before <= {*work.parents, work}
     assert not Path("/tmp/pairmill-escaped.jpg").exists()

@@ -162,9 +162,8 @@ class ExportConfig(VerbConfig):
     name: str = setting("main")
     """Run whose newest checkpoint is exported."""
     out: str = setting("")
-    """Folder to write; empty takes WORK/runs/NAME/export. open_clip loads it as `local-dir:OUT`."""
-    pt: bool = setting(False)
-    """Also write `open_clip_model.pt`, a plain state dict for `--pretrained`."""
+    """Folder to write, which open_clip loads as `local-dir:OUT`; empty takes WORK/runs/NAME/export. A name that ends in .pt
+    is that of one file instead, a state dict for open_clip's `--pretrained`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

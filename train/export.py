@@ -2,7 +2,8 @@
 
 In:  `load_weights(path)` reads a checkpoint or run folder of ours (or the URL of checkpoints), an open_clip folder, a
      .safetensors file, a .pt state dict (open_clip's or OpenAI's).
-Out: `open_clip_config.json` and `open_clip_model.safetensors`, which `open_clip.create_model("local-dir:OUT")` loads.
+Out: `open_clip_config.json` and `open_clip_model.safetensors`, which `open_clip.create_model("local-dir:OUT")` loads; or one
+     .pt file.
 
 Parameter names are open_clip's everywhere, so nothing is renamed on the way.
 """
@@ -38,7 +39,6 @@ log = logging.getLogger("pairmill.train")
 
 CONFIG = "open_clip_config.json"
 WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
-PT = "open_clip_model.pt"
 IMAGE_POSITIONS = ("visual.positional_embedding", "visual.attnpool.positional_embedding")
 
 # Numbers and buffers that OpenAI's files and older open_clip files carry beside the parameters.
@@ -349,28 +349,31 @@ def _check_pixels(config: Mapping[str, Any]) -> None:
 
 
 def run(config: ExportConfig) -> dict[str, Any]:
-    """Write a checkpoint as an open_clip folder.
+    """Write a checkpoint as an open_clip folder, or as a single state dict.
 
     Returns `out`, `files`, `step`, `parameters`.
     """
     weights = load_weights(config.checkpoint or run_folder(config.work, config.name))
     if weights.shape is None:
         raise ConfigError(f"{weights.source} does not say which model it is of; export a checkpoint of ours")
-    out = Folder(config.out or f"{run_folder(config.work, config.name)}/export")
-    out.make()
-    checkpoint.write_tensors(out, WEIGHTS[0], weights.state)
-    files = [WEIGHTS[0], CONFIG]
-    if config.pt:
+    bias = "logit_bias" in weights.state
+    out = config.out or f"{run_folder(config.work, config.name)}/export"
+    if out.endswith(".pt"):
         import torch
 
         packed = io.BytesIO()  # torch's own writer has an error of its own for a full disk
         torch.save(weights.state, packed)
-        out.write(PT, packed.getvalue())
-        files.append(PT)
-    config_json = open_clip_config(weights.shape, bias="logit_bias" in weights.state)
-    out.write(CONFIG, json.dumps(config_json, indent=2).encode())
-    parameters = param_count(weights.shape) + ("logit_bias" in weights.state)
-    return {"out": out.url, "files": files, "step": weights.meta.get("step"), "parameters": parameters}
+        folder, _, name = out.rpartition("/")
+        Folder(folder or ".").write(name, packed.getvalue())
+        files = [name]
+    else:
+        home = Folder(out)
+        home.make()
+        checkpoint.write_tensors(home, WEIGHTS[0], weights.state)
+        home.write(CONFIG, json.dumps(open_clip_config(weights.shape, bias=bias), indent=2).encode())
+        files = [WEIGHTS[0], CONFIG]
+    parameters = param_count(weights.shape) + bias
+    return {"out": str(Folder(out)), "files": files, "step": weights.meta.get("step"), "parameters": parameters}
 
 
 def run_folder(work: str, name: str) -> str:

@@ -22,7 +22,7 @@ from core.images import decode, encode_jpeg, fits_as_is, read_header, reduced, r
 from core.schema import Outcome
 
 if TYPE_CHECKING:
-    from core.images import Mode, Pixels
+    from core.images import Pixels
 
 REAL = os.environ.get("PAIRMILL_REAL_DATA", "")
 
@@ -226,9 +226,6 @@ def test_nothing_is_ever_enlarged() -> None:
     small = gradient(40, 30)
     assert resize(small, 256) is small
     assert resize(small, 30) is small
-    assert resize(small, 256, "square").shape == (30, 30, 3)
-    assert resize(gradient(400, 300), 100, "square").shape == (100, 100, 3)
-    assert np.array_equal(resize(gradient(50, 30), 99, "square"), gradient(50, 30)[:, 10:40])
 
 
 def test_read_only_pixels_are_fine() -> None:
@@ -248,14 +245,13 @@ def test_scaled_decode_saves_work_and_keeps_the_picture() -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("mode", ["short", "square"])
-def test_reducing_first_and_turning_and_colouring_later_gives_the_same_picture(orientation: int, mode: Mode) -> None:
+def test_reducing_first_and_turning_and_colouring_later_gives_the_same_picture(orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     body = saved(gradient(400, 300), "JPEG", quality=95, exif=exif, icc_profile=gamma_profile(1.8))
     header = read_header(body)
-    plain = resize(decode(body, header, min_side=64), 64, mode)
-    assert far(reduced(body, header, 64, mode), plain) < 1.0
+    plain = resize(decode(body, header, min_side=64), 64)
+    assert far(reduced(body, header, 64), plain) < 1.0
 
 
 def test_what_is_encoded_fits_as_it_is_and_metadata_does_not() -> None:
@@ -263,7 +259,6 @@ def test_what_is_encoded_fits_as_it_is_and_metadata_does_not() -> None:
     header = read_header(body)
     assert header.baseline_420 and not header.metadata and not header.progressive
     assert fits_as_is(body, header, 200) and not fits_as_is(body, header, 199)
-    assert not fits_as_is(body, header, 200, "square")
     exif = Image.Exif()
     exif[0x8825] = {1: "N", 2: (48.0, 8.0, 12.0)}  # GPS
     plain = Image.fromarray(gradient(300, 200))

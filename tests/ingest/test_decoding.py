@@ -56,7 +56,7 @@ def command(tmp_path: Path, files: str, marks: dict[int, bytes], work: str, work
     pq.write_table(pa.table({"url": urls, "caption": [f"picture {i}" for i in range(12)]}), tmp_path / "list.parquet")
     settings = {
         "urls": str(tmp_path / "list.parquet"), "work": str(tmp_path / work), "workers": workers, "unit_urls": 6,
-        "allow_private": True, "lang": False,
+        "allow_private": True,
     }  # fmt: skip
     return [sys.executable, "-m", "tests.ingest.run_deadly", json.dumps(settings)]
 

@@ -122,9 +122,9 @@ def test_the_latest_run_is_shown_unless_one_is_named(tmp_path: Path) -> None:
     with (work / "runs/second/metrics.jsonl").open("a") as file:
         file.write(str(step_row(500)).replace("'", '"').replace("None", "null") + "\n")
     assert run.run(ReportConfig(work=str(work)))["run"] == "second"
-    assert run.run(ReportConfig(work=str(work), run="first"))["run"] == "first"
+    assert run.run(ReportConfig(work=str(work), name="first"))["run"] == "first"
     with pytest.raises(InputError, match="'first'"):
-        run.run(ReportConfig(work=str(work), run="frist"))
+        run.run(ReportConfig(work=str(work), name="frist"))
 
 
 def test_what_the_gpus_did_is_drawn_as_shares(tmp_path: Path) -> None:

@@ -279,11 +279,12 @@ def same(model: CLIP, path: Path | str, name: str = "") -> bool:
 def test_every_form_of_weights_loads_back_the_same(tmp_path: Path) -> None:
     model = place_run(tmp_path)
     out = tmp_path / "out"
-    summary = export(ExportConfig(work=str(tmp_path), out=str(out), pt=True))
+    summary = export(ExportConfig(work=str(tmp_path), out=str(out)))
     assert summary["step"] == 3 and sorted(p.name for p in out.iterdir()) == sorted(summary["files"])
+    assert export(ExportConfig(work=str(tmp_path), out=str(tmp_path / "one.pt")))["files"] == ["one.pt"]
     assert summary["parameters"] == sum(p.numel() for p in model.parameters())
     forms = [tmp_path / "runs/main", tmp_path / "runs/main/checkpoints", tmp_path / "runs/main/checkpoints/step_00000003",
-             out, out / "open_clip_model.safetensors", out / "open_clip_model.pt"]  # fmt: skip
+             out, out / "open_clip_model.safetensors", tmp_path / "one.pt"]  # fmt: skip
     assert all(same(model, form) for form in forms)
     assert load_weights(str(out)).shape == SHAPE
     ddp = {"state_dict": {f"module.{name}": value for name, value in model.state_dict().items()}, "epoch": 3}
@@ -412,8 +413,11 @@ def test_an_export_onto_a_full_disk_is_a_sentence_and_leaves_no_folder_that_woul
     place_run(tmp_path)
     monkeypatch.setattr("pathlib.Path.write_bytes", full)
     with pytest.raises(StorageError, match="disk is full"):
-        export(ExportConfig(work=str(tmp_path), out=str(tmp_path / "out"), pt=True))
+        export(ExportConfig(work=str(tmp_path), out=str(tmp_path / "out")))
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["open_clip_model.safetensors"]
+    with pytest.raises(StorageError, match="disk is full"):
+        export(ExportConfig(work=str(tmp_path), out=str(tmp_path / "one.pt")))
+    assert not (tmp_path / "one.pt").exists()
 
 
 def test_exported_names_and_shapes_are_the_models(tmp_path: Path) -> None:
