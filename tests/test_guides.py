@@ -7,13 +7,16 @@ import re
 import subprocess
 from pathlib import Path
 
+import click
 import pytest
+import typer.main
 
 import cli
 from bench.peers import ready
-from core.config import flag_name
 
-GUIDES = Path(__file__).parent.parent / "docs" / "guide"
+ROOT = Path(__file__).parent.parent
+GUIDES = ROOT / "docs" / "guide"
+VERBS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 
 
 def named(page: str, pattern: str) -> set[str]:
@@ -57,17 +60,21 @@ def test_every_argument_and_method_of_webdataset_is_named() -> None:
     assert set(said.split()) <= named("from-webdataset.md", r"\w+")
 
 
-@pytest.mark.parametrize("page", ["from-open-clip.md", "from-webdataset.md"])
+def options(verb: click.Command) -> set[str]:
+    """Every spelling of a verb's options."""
+    return {spelling for p in verb.params for spelling in (*p.opts, *p.secondary_opts)} | {"--help"}
+
+
+@pytest.mark.parametrize("page", ["from-img2dataset.md", "from-open-clip.md", "from-webdataset.md"])
 def test_no_option_of_ours_is_named_that_is_not_there(page: str) -> None:
-    text = (GUIDES / page).read_text(encoding="utf-8")
-    columns = re.findall(r"^\|.*?\|(.*)\|$", text, re.MULTILINE) + re.findall(
-        r"^ +pairmill .*(?:\\\n.*)*", text, re.MULTILINE
-    )
-    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", " ".join(columns)))
-    configs = [config for config, _ in (cli.STAGES | cli.TOOLS).values()]
-    assert flags <= {
-        spelling
-        for config in configs
-        for f in config.__dataclass_fields__.values()
-        for spelling in flag_name(f).split("/")
-    }
+    columns = re.findall(r"^\|.*?\|(.*)\|$", (GUIDES / page).read_text(encoding="utf-8"), re.MULTILINE)
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", " ".join(columns)))
+    assert named <= set().union(*(options(verb) for verb in VERBS.values()))
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")], ids=lambda p: p.name)
+def test_a_command_is_shown_with_options_that_it_has(page: Path) -> None:
+    text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
+    for verb, words in re.findall(rf"(?:pairmill |-m cli |`)({'|'.join(VERBS)})\b([^`|\n]*)", text):
+        shown = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", words.split(" #")[0]))
+        assert shown <= options(VERBS[verb]), f"{verb} {shown - options(VERBS[verb])}"
