@@ -176,8 +176,8 @@ def bare_tars(shards: Path, folder: Path, every: int) -> Path:
             writer = TarWriter(file)
             for n, sample in zip(numbers.tolist(), ShardSet.open(shards).read(numbers), strict=True):
                 bad = every and n % every == every // 2
-                picture = damage(sample.data, n // every % 5) if bad else sample.data
-                writer.add([f"{n:06d}.jpg", f"{n:06d}.txt"], [picture, sample.captions[0].encode()])
+                writer.add(f"{n:06d}.jpg", damage(sample.data, n // every % 5) if bad else sample.data)
+                writer.add(f"{n:06d}.txt", sample.captions[0].encode())
             writer.finish()
     return folder
 

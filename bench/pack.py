@@ -69,7 +69,7 @@ def stage(work: Path, pictures: int, width: int, height: int) -> None:
         writer = TarWriter(file)
         for i in range(pictures):
             data = different[i % len(different)]
-            (offset,) = writer.add([f"{i:09d}.jpg"], [data]).tolist()
+            offset = writer.add(f"{i:09d}.jpg", data)
             pairs.append(
                 {
                     "uid": f"{i:032x}", "unit": "u000000", "row": i, "url": f"http://example.test/{i}.jpg", "outcome": "ok",

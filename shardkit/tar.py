@@ -35,49 +35,62 @@ class Member(NamedTuple):
 class TarWriter:
     """Appends members to an open file, in the order given; `finish` writes the end mark.
 
-    `position` is the size of the tar so far, in bytes, and `digest` the sha256 of what was written.
+    Members gather in a buffer, whose headers are made at once, and which is hashed and written whole.
+    `digest` is the sha256 of what was written.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self.position = 0
         self.digest = hashlib.sha256()
-        self._buffer = np.empty(0, np.uint8)
+        self._written = self._filled = 0
+        self._buffer = bytearray(_BUFFER)
+        self._names, self._sizes, self._heads = list[str](), list[int](), list[int]()  # the last: block of each header
 
-    def add(self, names: Sequence[str], contents: Sequence[bytes]) -> Int64:
-        """Append n files at once and say where the bytes of each lie: offsets in the tar, int64 of shape (n,).
+    @property
+    def position(self) -> int:
+        """Size of the tar so far, in bytes."""
+        return self._written + self._filled
+
+    def add(self, name: str, data: bytes) -> int:
+        """Append one file and say at which byte of the tar its own begin.
 
         Raises:
-            DataError: a name is longer than 100 bytes, or a file is larger than 8 GiB.
+            DataError: this name or one before it is longer than 100 bytes, or the file larger than 8 GiB.
         """
-        sizes = np.fromiter(map(len, contents), np.int64, len(contents))
-        ends = np.cumsum(BLOCK + _padded(sizes))
-        starts = ends - _padded(sizes)
-        total = int(ends[-1])
-        if total > len(self._buffer):
-            self._buffer = np.empty(total, np.uint8)
-        blocks = self._buffer[: len(self._buffer) // BLOCK * BLOCK].reshape(-1, BLOCK)
-        blocks[ends // BLOCK - 1] = 0  # what follows a file's last bytes
-        blocks[starts // BLOCK - 1] = headers(names, sizes)
-        filled = memoryview(self._buffer)[:total]
-        for start, content in zip(starts.tolist(), contents, strict=True):
-            filled[start : start + len(content)] = content
-        self._write(filled)
-        return starts + (self.position - total)
+        size = len(data)
+        end = self._filled + BLOCK + size
+        if end > len(self._buffer) - BLOCK:
+            self.flush()
+            end = BLOCK + size
+            if end > len(self._buffer) - BLOCK:
+                self._buffer = bytearray(end + BLOCK)
+        self._names.append(name)
+        self._sizes.append(size)
+        self._heads.append(self._filled // BLOCK)
+        self._filled = end + -end % BLOCK
+        self._buffer[end - size : end] = data
+        self._buffer[end : self._filled] = _PADDING[-end % BLOCK]
+        return self._written + end - size
+
+    def flush(self) -> None:
+        """Hash and write what has gathered."""
+        if not self._names:
+            return
+        blocks = np.frombuffer(self._buffer, np.uint8, self._filled).reshape(-1, BLOCK)
+        blocks[self._heads] = headers(self._names, np.array(self._sizes))
+        self._write(memoryview(self._buffer)[: self._filled])
+        self._names, self._sizes, self._heads, self._filled = [], [], [], 0
 
     def finish(self) -> int:
         """Write the end mark; returns the size of the tar in bytes."""
+        self.flush()
         self._write(END)
-        return self.position
+        return self._written
 
     def _write(self, data: bytes | memoryview) -> None:
         self.digest.update(data)
         self._file.write(data)
-        self.position += len(data)
-
-
-def _padded(sizes: Int64) -> Int64:
-    return -(-sizes // BLOCK) * BLOCK
+        self._written += len(data)
 
 
 def headers(names: Sequence[str], sizes: Int64) -> npt.NDArray[np.uint8]:
@@ -106,6 +119,8 @@ def _octal(numbers: Int64, digits: int) -> Int64:
     return (numbers[:, None] >> np.arange(3 * digits - 3, -1, -3) & 7) + ord("0")
 
 
+_PADDING = [bytes(size) for size in range(BLOCK)]
+_BUFFER = 1 << 20
 # A header without name, size and checksum, whose own field counts as spaces.
 _HEADER = np.frombuffer(
     bytes(100) + b"0000644\0" + b"0000000\0" * 2 + bytes(12) + b"%011o\0" % 0 + b" " * 8 + b"0" + bytes(100)

@@ -10,10 +10,8 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import logging
-import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,7 +40,6 @@ log = logging.getLogger("pairmill.shardkit")
 NOTE = b"pairmill"  # key of a part's own figures in its Parquet metadata
 _PLAIN_KEY = re.compile(r"[0-9A-Za-z_-]{1,90}")  # no dots or spaces; KEY.json stays within a tar name of 100 bytes
 QUALITY = 90  # of the pictures that are resized: below 85 artefacts begin to show, 95 is half as large again
-_BUFFER = 1 << 20  # bytes that are written together
 _BEGIN = 4 << 20  # bytes after which the disk is told to begin
 _AT_ONCE = 64  # pictures asked of an object store together, and told to the progress line together
 # null for a NaN, which DuckDB and Python write and few other readers of JSON take
@@ -222,7 +219,7 @@ class Output:
         self.copied = 0
         self._file = path.open("wb")
         self._tar = TarWriter(self._file)
-        self._waiting, self._bytes = list[tuple[Row, dict[str, Any], Fitted, str, int]](), 0
+        self._begun = 0
 
     def __enter__(self) -> Output:
         return self
@@ -230,40 +227,24 @@ class Output:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._file:
             if kind is None:
-                if self._waiting:
-                    self._flush()
                 self._tar.finish()
 
     def add(self, row: Row, source: dict[str, Any], image: Fitted, sha256: str, crc32: int) -> None:
         """Append one sample: the picture, its first caption, and what is known of it (`source`: the list's own columns)."""
-        self._waiting.append((row, source, image, sha256, crc32))
-        self._bytes += len(image.data)
-        if self._bytes >= _BUFFER:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Write the samples that wait: a call a block costs a third of one a sample."""
-        waiting, self._waiting, self._bytes = self._waiting, [], 0
-        keys, names, contents = list[str](), list[str](), list[bytes]()
-        for row, source, image, sha256, _ in waiting:
-            key = sample_key(row.uid)
-            keys.append(key)
-            names += (f"{key}.jpg", f"{key}.txt", f"{key}.json")
-            contents += (image.data, row.captions[0].encode(), _notes(row, source, image, sha256))
-        begun = self._tar.position // _BEGIN
-        starts = iter(self._tar.add(names, contents).tolist())
-        if self._tar.position // _BEGIN > begun:
+        key, text, notes = sample_key(row.uid), row.captions[0].encode(), _notes(row, source, image, sha256)
+        jpg, txt, json_ = f"{key}.jpg", f"{key}.txt", f"{key}.json"
+        at = self._tar.add(jpg, image.data)
+        self._lines.append(
+            f"jpg {at} {len(image.data)} {jpg} txt {self._tar.add(txt, text)} {len(text)} {txt} "
+            f"json {self._tar.add(json_, notes)} {len(notes)} {json_}"
+        )
+        self.rows.append(
+            (self.shard, key, row.uid, row.uids, row.captions[0], row.captions, row.url, at, len(image.data), image.width,
+             image.height, crc32, sha256, row.image_group)
+        )  # fmt: skip
+        if self._tar.position - self._begun > _BEGIN:
+            self._begun = self._tar.position
             begin_writing(self._file)
-        bodies = iter(contents)
-        for key, (row, _, image, sha256, crc32), jpg, txt, json_ in zip(keys, waiting, starts, starts, starts):
-            self._lines.append(
-                f"jpg {jpg} {len(next(bodies))} {key}.jpg txt {txt} {len(next(bodies))} {key}.txt "
-                f"json {json_} {len(next(bodies))} {key}.json"
-            )
-            self.rows.append(
-                (self.shard, key, row.uid, row.uids, row.captions[0], row.captions, row.url, jpg, len(image.data),
-                 image.width, image.height, crc32, sha256, row.image_group)
-            )  # fmt: skip
 
     @functools.cached_property
     def index(self) -> bytes:

@@ -391,7 +391,7 @@ add, left = Output.add, int(sys.argv[2])
 def add_or_die(output, *args):
     global left
     if not left:
-        output._flush()
+        output._tar.flush()
         os.kill(os.getpid(), signal.SIGKILL)
     left -= 1
     return add(output, *args)
