@@ -67,7 +67,8 @@ def main() -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Formatter("%(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger("pairmill").setLevel(logging.INFO)  # other packages only warn
     try:
         app()
     except PairmillError as error:

@@ -6,7 +6,10 @@ import importlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,8 @@ import pytest
 import cli
 from core.errors import ConfigError, DataError, HardwareError, PairmillError, RunError, StorageError, WorkFolderError
 from core.storage import Folder
+
+ROOT = Path(__file__).parent.parent
 
 
 def end_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
@@ -42,6 +47,17 @@ def test_an_error_of_ours_is_one_sentence_and_its_code(
     assert end_of(monkeypatch, "plan", "--json") == code
     said = capsys.readouterr()
     assert said.err == "pairmill: expected this, found that\n" and said.out == ""
+
+
+def test_of_the_notes_of_other_packages_only_warnings_are_shown() -> None:
+    code = (
+        "import logging, cli\n"
+        "cli.app = lambda: [logging.getLogger(name).log(level, f'{name} {level}')\n"
+        "                   for name in ('botocore.credentials', 'pairmill.ingest') for level in (20, 30)]\n"
+        "cli.main()"
+    )
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stderr
+    assert said.splitlines() == ["botocore.credentials 30", "pairmill.ingest 20", "pairmill.ingest 30"]
 
 
 def test_what_the_system_refuses_is_a_sentence_too(

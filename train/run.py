@@ -353,7 +353,8 @@ def _raise_failure(home: Path, ended: Ended) -> None:
 
 def main() -> None:
     """One rank under torchrun: `python -m train.run SETTINGS`, a JSON object."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("pairmill").setLevel(logging.INFO)
     values = json.loads(sys.argv[1])
     config = build(TrainConfig, values, where="the launcher")
     home, rank = Path(run_folder(config.work, config.name)), ranks_from_env()[0]
