@@ -72,7 +72,14 @@ def test_no_option_of_ours_is_named_that_is_not_there(page: str) -> None:
     assert named <= set().union(*(options(verb) for verb in VERBS.values()))
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")], ids=lambda p: p.name)
+PAGES = [
+    ROOT / "README.md",
+    *(ROOT / "docs").glob("*/*.md"),
+    ROOT / "docs" / "scale.md",
+]  # not the log, which speaks of the past
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_command_is_shown_with_options_that_it_has(page: Path) -> None:
     text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
     for verb, words in re.findall(rf"(?:pairmill |-m cli |`)({'|'.join(VERBS)})\b([^`|\n]*)", text):
