@@ -1,12 +1,14 @@
-"""What a row costs as the list grows: CPU seconds of planning, of dedup and of writing shards' plan, and their slope.
+"""What a row costs as the list grows: CPU seconds of every step of the data stages, and their slope.
 
 Method: rows are generated, each stage runs as a process of its own, and its CPU seconds (user and system, children too) and
 peak memory are read from the kernel. A straight line through log(seconds) over log(rows) has the slope 1 where a row costs
 the same however many there are; what starting costs is measured with 100 rows and taken off (below 100,000 rows it would
 hide what they cost). Captions are random words with
-every tenth one repeated nearly; nothing is downloaded.
+every tenth one repeated nearly; nothing is downloaded. What a stage does with pictures is measured apart, since each row of it
+costs a download: from nginx on this machine, which is not counted, of pictures of 96 pixels that become 64.
 
     python -m bench.scale [--rows 10000 100000 1000000] [--plot docs/scale.svg] [--json]
+    python -m bench.scale --fetch 1000 10000 100000   ingest and shard instead, with their downloads
     python -m bench.scale --plan 100000000    the plan of a list that is made while it is read and never stored; 30 GB of disk
     python -m bench.scale --match 100000000   one unit of matching and one of comparing, among random word sets; 4 GB of disk
 """
@@ -14,6 +16,7 @@ every tenth one repeated nearly; nothing is downloaded.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -32,6 +35,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from bench.machine import claim
+from bench.web import nginx
+from core.images import encode_jpeg
 from core.schema import decision_schema, pair_schema
 from core.storage import Folder
 from dedup import bands, edges, match
@@ -44,12 +49,15 @@ from shardkit.config import ShardConfig
 PART = 10_000
 WORDS = 30_000
 BATCH = 1_000_000  # generated rows at a time
+Steps = dict[str, Callable[[str], None]]
+Listed = Callable[[Path, int], contextlib.AbstractContextManager[None]]
 WIDTH = 10  # words of a generated set
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--fetch", type=int, nargs="+", help="instead: so many rows with their downloads")
     parser.add_argument("--plot", default="", help="SVG file to draw the costs into")
     parser.add_argument("--plan", type=int, default=0, help="instead: plan so many generated rows")
     parser.add_argument("--match", type=int, default=0, help="instead: match so many generated word sets")
@@ -60,17 +68,17 @@ def main() -> None:
     elif asked.match:
         claims = matched(asked.match)
     else:
-        claims = measure(asked.rows, asked.plot)
+        rows, how = (asked.fetch, (serve_list, FETCHING)) if asked.fetch else (asked.rows, (made_list, STEPS))
+        claims = measure(rows, asked.plot, *how)
     print(json.dumps(claims) if asked.json else json.dumps(claims, indent=1))
 
 
-def measure(sizes: list[int], plot: str) -> list[dict[str, Any]]:
-    """Slope and cost a row of each step."""
+def measure(sizes: list[int], plot: str, listed: Listed, steps: Steps) -> list[dict[str, Any]]:
+    """Slope and cost a row of each step, one after the other in the folder where `listed` has put so many rows."""
     found: dict[str, list[tuple[int, float, int]]] = {}
     for rows in [100, *sizes]:
-        with tempfile.TemporaryDirectory() as place:
-            write_list(Path(place), rows)
-            for name, step in STEPS.items():
+        with tempfile.TemporaryDirectory() as place, listed(Path(place), rows):
+            for name, step in steps.items():
                 found.setdefault(name, []).append((rows, *_cost(step, place)))
     claims, drawn = [], dict[str, list[float]]()
     for name, measured in found.items():
@@ -252,6 +260,28 @@ class _Anonymous:
 # ---- every step -------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def made_list(place: Path, rows: int) -> Iterator[None]:
+    write_list(place, rows)
+    yield
+
+
+@contextlib.contextmanager
+def serve_list(place: Path, rows: int) -> Iterator[None]:
+    """A list of so many different pictures, which nginx serves while the body runs."""
+    shown = place / "shown"
+    shown.mkdir()
+    rng = np.random.default_rng(rows)
+    for number in range(rows):
+        coarse = rng.integers(0, 256, (12, 16, 3), np.uint8)
+        (shown / f"{number}.jpg").write_bytes(encode_jpeg(np.ascontiguousarray(coarse.repeat(8, 0).repeat(8, 1)), 90))
+    with nginx(shown) as base:
+        urls = [f"{base}/{number}.jpg" for number in range(rows)]
+        captions = [f"picture {number}" for number in range(rows)]
+        pq.write_table(pa.table({"url": urls, "caption": captions}), place / "list.parquet")
+        yield
+
+
 def write_list(place: Path, rows: int) -> None:
     """A list of URLs, and the parts that ingest would make of it, with no pictures behind them."""
     rng = np.random.default_rng(rows)
@@ -298,7 +328,22 @@ def plan_shards(place: str) -> None:
     write_plans(work, ShardConfig(work=work.url))
 
 
-STEPS = {"plan of ingest": plan_ingest, "dedup": dedup, "plan of shards": plan_shards}
+def ingest(place: str) -> None:
+    from ingest.fetch import run
+
+    config = IngestConfig(urls=f"{place}/list.parquet", work=f"{place}/work", workers=1, size=64, allow_private=True)
+    assert set(run(config)["outcomes"]) == {"ok"}
+
+
+def shard(place: str) -> None:
+    from shardkit.pack import run
+
+    config = ShardConfig(work=f"{place}/work", workers=1, samples_per_shard=1000)
+    assert run(config)["samples"] > 0
+
+
+STEPS: Steps = {"plan of ingest": plan_ingest, "dedup": dedup, "plan of shards": plan_shards}
+FETCHING: Steps = {"ingest": ingest, "dedup of what was fetched": dedup, "shard": shard}
 
 if __name__ == "__main__":
     main()

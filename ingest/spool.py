@@ -1,15 +1,19 @@
-"""Rows in a temporary file: written batch by batch, then read in any order."""
+"""Rows in a temporary file: written batch by batch, then read in any order; and work a step ahead of who waits for it."""
 
 from __future__ import annotations
 
 import errno
 import tempfile
-from typing import IO, TYPE_CHECKING
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from core.errors import StorageError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+Item = TypeVar("Item")
 
 
 class Spool:
@@ -64,3 +68,12 @@ def _full(error: OSError) -> Exception:
         f"the list does not fit into what is free in {place} ({error.strerror}); free some space there, or set TMPDIR "
         "to a folder on another disk"
     )
+
+
+def ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """`items`, none of them None, each made in a thread while the one before it is in use."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = pool.submit(next, items, None)
+            yield item

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from core.errors import DataError, InputError, StorageError
 from core.storage import Folder, expand
 from ingest import listfiles
-from ingest.spool import Spool
+from ingest.spool import Spool, ahead
 
 if TYPE_CHECKING:
     import duckdb
@@ -317,10 +317,9 @@ def _load(
     listed, count = _Listed(rows, source.caption is not None), 0
     connection.execute("CREATE OR REPLACE TABLE hashes (url_hash UBIGINT)")
     connection.execute("CREATE OR REPLACE TABLE own (row BIGINT, source_uid VARCHAR)")
-    for table in _chunks(batches):
-        hashes = _url_hashes(table[source.url])
-        incoming = table.rename_columns(list(places.values())).append_column("url_hash", hashes)
-        connection.register("incoming", incoming)
+    chunks = (table.append_column("url_hash", _url_hashes(table[source.url])) for table in _chunks(batches))
+    for table in ahead(chunks):
+        connection.register("incoming", table.rename_columns([*places.values(), "url_hash"]))
         found = connection.sql(
             f"SELECT row_number() OVER () + {count - 1} AS row, {', '.join(columns)} FROM incoming"
         ).to_arrow_table()
@@ -446,14 +445,17 @@ def _by_file(connection: duckdb.DuckDBPyConnection, index: _Index, rows: Spool, 
         raise DataError(f"the plan that {INDEX} began is of another list than the one that is there now; use --fresh")
     unit_of = np.zeros(index.divisor, np.int32)
     unit_of[[place for place, _ in units]] = np.arange(len(units), dtype=np.int32)
-    for number in range(len(rows)):
+
+    def in_order(number: int) -> tuple[pa.RecordBatch, list[int]]:
         batch = rows[number]
         unit = unit_of[batch["url_hash"].to_numpy() % np.uint64(index.divisor)]
         file = (unit // index.per_file).astype(np.uint8)
         order = np.argsort(file, kind="stable")
         batch = batch.drop_columns(["url_hash"]).append_column("unit", pa.array(unit))
         batch = batch.append_column("repeat", _repeats(connection, batch)).take(pa.array(order))
-        ends = np.searchsorted(file[order], np.arange(index.files), "right").tolist()
+        return batch, np.searchsorted(file[order], np.arange(index.files), "right").tolist()
+
+    for batch, ends in ahead(map(in_order, range(len(rows)))):
         for begin, end in itertools.pairwise([0, *ends]):
             found.add(batch.slice(begin, end - begin))
     return found
@@ -482,26 +484,28 @@ def _publish(folder: Folder, index: _Index, file: int, by_file: Spool) -> None:
     place = (table["unit"].to_numpy() - units.start).astype(np.min_scalar_type(len(units)))
     order = np.argsort(place, kind="stable")  # of 16 bits by radix
     table = table.drop_columns(["unit"]).replace_schema_metadata({_CAPTIONS: b"yes" if index.captions else b"no"})
+    pieces = _pieces(index.rows[units.start : units.stop])
+    begins = itertools.accumulate(map(sum, pieces), initial=0)
+    named = (
+        _identified(table.take(pa.array(order[begin : begin + sum(piece)])))
+        for begin, piece in zip(begins, pieces, strict=False)
+    )
     with folder.staged(_file_name(file)) as path, contextlib.ExitStack() as at_end:
-        writer, begin = None, 0
-        for piece in _pieces(index.rows[units.start : units.stop]):
-            rows = _identified(table.take(pa.array(order[begin : begin + sum(piece)])))
-            begin += len(rows)
+        writer = None
+        for rows, piece in zip(ahead(named), pieces, strict=True):
             writer = writer or at_end.enter_context(pq.ParquetWriter(path, rows.schema, compression="zstd"))
             for count, end in zip(piece, itertools.accumulate(piece), strict=True):
                 writer.write_table(rows.slice(end - count, count), row_group_size=count)
 
 
-def _pieces(counts: list[int]) -> Iterator[list[int]]:
+def _pieces(counts: list[int]) -> list[list[int]]:
     """Neighbouring units' `counts` together, up to `PIECE_ROWS`."""
-    piece: list[int] = []
+    pieces: list[list[int]] = [[]]
     for count in counts:
-        piece.append(count)
-        if sum(piece) >= PIECE_ROWS:
-            yield piece
-            piece = []
-    if piece:
-        yield piece
+        if sum(pieces[-1]) >= PIECE_ROWS:
+            pieces.append([])
+        pieces[-1].append(count)
+    return pieces
 
 
 def _identified(table: pa.Table) -> pa.Table:
