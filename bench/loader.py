@@ -63,7 +63,7 @@ def ours(shards: Path, cores: int) -> dict[str, float]:
     """Pictures through `train.data.Loader`, as a run takes them."""
     import torch
 
-    from train.distributed import keep_freed_memory
+    from core.allocator import keep_freed_memory
 
     torch.set_num_threads(1)
     keep_freed_memory()  # as a run on CPUs does
@@ -186,7 +186,7 @@ def past_damage(shards: Path, kind: str) -> dict[str, float]:
     """Pictures a CPU second through one back-end, undamaged and with one in a hundred damaged, in turn; medians of three."""
     import torch
 
-    from train.distributed import keep_freed_memory
+    from core.allocator import keep_freed_memory
 
     torch.set_num_threads(1)
     keep_freed_memory()

@@ -7,11 +7,12 @@ AdamW with its parameter groups, clamp; in its own environment (`python -m bench
 `bench.loader` has it. Processes run in turns, and CPU seconds of the best step count, so that a busy machine hurts both.
 `floor` is what the model's operations cost at the measured peak of bf16 matrix products: ours / floor is the MFU.
 
-GradCache: a step of small-112 with 256 pairs, whole and by micro-batches of 64, and the step of 64 pairs alone; the same way.
-Memory is the peak beyond what the process held before its first step: optimiser, gradients, activations.
+GradCache: a step of small-112 with 256 pairs, whole and by micro-batches of 64; 256 and 1,024 pairs by micro-batches of 64
+whose own losses are added up, which is another loss but the memory of one micro-batch; the same way. Memory is the peak beyond
+what the process held before its first step: optimiser, gradients, activations.
 
     python -m bench.train [--model ViT-B-32 small-112] [--batch 64] [--steps 3] [--captions FILE.tsv] [--json]
-    python -m bench.train --gradcache [--json]
+    python -m bench.train --gradcache [--precision fp32] [--json]
     python -m bench.train --profile --model ViT-B-32      where the time of our step goes
 
 Captions are the last column of a TSV file; by default those of Flickr8k in PAIRMILL_REAL_DATA.
@@ -73,9 +74,9 @@ def read_captions(path: str) -> list[str]:
 # -- the two steps ------------------------------------------------------------------------------------------------------
 
 
-def measure(side: str, folder: Path, steps: int, micro: int) -> dict[str, float]:
+def measure(side: str, folder: Path, steps: int, micro: int, added: bool, precision: str) -> dict[str, float]:
     """CPU seconds of the best of `steps` steps in this process, `WARM_UP` more having gone before, and the bytes they took."""
-    step = _our_step(folder, micro) if side == "ours" else _open_clips_step(folder)
+    step = _our_step(folder, micro, added, precision) if side == "ours" else _open_clips_step(folder)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     best = float("inf")
     for i in range(WARM_UP + steps):
@@ -97,8 +98,9 @@ def _case(folder: Path) -> tuple[Any, Any, dict[str, Any]]:
     return torch.from_numpy(arrays["pixels"]), torch.from_numpy(arrays["tokens"]), described
 
 
-def _our_step(folder: Path, micro: int = 0) -> Any:
-    from train.distributed import keep_freed_memory
+def _our_step(folder: Path, micro: int = 0, added: bool = False, precision: str = "bf16") -> Any:
+    """The step of `train.loop`; where `added`, with a loss for every micro-batch alone."""
+    from core.allocator import keep_freed_memory
     from train.gradcache import gradcache_step
     from train.guard import clip_by_tower
     from train.loss import clip_loss
@@ -108,13 +110,15 @@ def _our_step(folder: Path, micro: int = 0) -> Any:
 
     keep_freed_memory()
     pixels, tokens, described = _case(folder)
-    model = CLIP(model_config(described["model"]), "bf16").train()
+    model = CLIP(model_config(described["model"]), precision).train()
     optimizer = make_optimizer(model, LR, WD)
     tokens = trim(tokens).contiguous()
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        gradcache_step(model, pixels, tokens, clip_loss, micro or None)
+        parts = zip(pixels.split(micro), tokens.split(micro), strict=True) if added else ((pixels, tokens),)
+        for some, their_tokens in parts:
+            gradcache_step(model, some, their_tokens, clip_loss, micro or None)
         clip_by_tower(model, CLIP_NORM)
         optimizer.step()
         clamp_log_scale(model)
@@ -155,16 +159,15 @@ def _open_clips_step(folder: Path) -> Any:
 # -- figures ------------------------------------------------------------------------------------------------------------
 
 
-def _in_a_process(side: str, folder: Path, steps: int, micro: int = 0) -> dict[str, float]:
+def _in_a_process(side: str, folder: Path, steps: int, *more: str) -> dict[str, float]:
+    """What `measure` finds in a process of its own; `more` are its options."""
     from bench.peers import peer_python
 
     python = str(peer_python("open_clip")) if side == "open_clip" else sys.executable
     root = str(Path(__file__).parent.parent)
     env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    command = [python, "-m", "bench.train", "--side", side, "--case", str(folder), "--steps", str(steps)]
-    done = subprocess.run(
-        [*command, "--micro", str(micro)], env=env, cwd=root, capture_output=True, text=True, check=False
-    )
+    command = [python, "-m", "bench.train", "--side", side, "--case", str(folder), "--steps", str(steps), *more]
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{side} failed:\n{done.stderr}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -199,28 +202,40 @@ def compare(model: str, batch: int, steps: int, captions: list[str]) -> dict[str
     return claim(what, ours, peer=theirs, floor=floor, goal=GOALS.get(model, 2.5) * theirs, at_least=True)
 
 
-def split(steps: int, captions: list[str]) -> list[dict[str, Any]]:
-    """What GradCache costs and saves: against the whole batch in time, against one micro-batch alone in memory."""
-    cases = {"split": (SPLIT_BATCH, SPLIT_MICRO), "whole": (SPLIT_BATCH, 0), "alone": (SPLIT_MICRO, 0)}
+def split(steps: int, captions: list[str], precision: str) -> list[dict[str, Any]]:
+    """What GradCache costs and saves: against the whole batch in time, against one micro-batch at a time in memory."""
+    by_micro = ("--micro", str(SPLIT_MICRO))
+    cases: dict[str, tuple[int, tuple[str, ...]]] = {
+        "split": (SPLIT_BATCH, by_micro),
+        "whole": (SPLIT_BATCH, ()),
+        "added": (SPLIT_BATCH, (*by_micro, "--added")),
+        "larger": (4 * SPLIT_BATCH, by_micro),
+        "larger, added": (4 * SPLIT_BATCH, (*by_micro, "--added")),
+    }
     seconds, peak = dict.fromkeys(cases, float("inf")), dict.fromkeys(cases, float("inf"))
     with tempfile.TemporaryDirectory() as scratch:
         for name, (batch, _) in cases.items():
             (Path(scratch) / name).mkdir()
             write_case(Path(scratch) / name, SPLIT_MODEL, batch, captions)
         for name in [*cases] * ROUNDS:
-            found = _in_a_process("ours", Path(scratch) / name, steps, cases[name][1])
+            found = _in_a_process("ours", Path(scratch) / name, steps, *cases[name][1], "--precision", precision)
             seconds[name], peak[name] = min(seconds[name], found["seconds"]), min(peak[name], found["bytes"])
-    what = f"{SPLIT_MODEL}, {SPLIT_BATCH} pairs by micro-batches of {SPLIT_MICRO}"
-    return [
+    what = f"{SPLIT_MODEL}, {precision}, {{}} pairs by micro-batches of {SPLIT_MICRO}"
+    claims = [
         claim(
-            f"{what}: CPU seconds a step, beside the whole batch at once", seconds["split"], peer=seconds["whole"],
-            goal=SPLIT_TIME_GOAL * seconds["whole"], at_least=False,
-        ),
-        claim(
-            f"{what}: peak bytes, beside a step of {SPLIT_MICRO} pairs (the whole batch at once: {peak['whole']:.0f})",
-            peak["split"], peer=peak["alone"], goal=SPLIT_MEMORY_GOAL * peak["alone"], at_least=False,
-        ),
+            f"{what.format(SPLIT_BATCH)}: CPU seconds a step, beside the whole batch at once", seconds["split"],
+            peer=seconds["whole"], goal=SPLIT_TIME_GOAL * seconds["whole"], at_least=False,
+        )
     ]  # fmt: skip
+    for cached, added, batch in (("split", "added", SPLIT_BATCH), ("larger", "larger, added", 4 * SPLIT_BATCH)):
+        claims.append(
+            claim(
+                f"{what.format(batch)}: peak bytes, beside adding up micro-batches (the whole {SPLIT_BATCH} at once: "
+                f"{peak['whole']:.0f})", peak[cached], peer=peak[added], goal=SPLIT_MEMORY_GOAL * peak[added],
+                at_least=False,
+            )
+        )  # fmt: skip
+    return claims
 
 
 def profile(model: str, batch: int, captions: list[str]) -> str:
@@ -248,11 +263,14 @@ def main() -> None:
     parser.add_argument("--gradcache", action="store_true")
     parser.add_argument("--side", choices=("ours", "open_clip"), help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of --gradcache")
     parser.add_argument("--micro", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--added", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.side:
-        print(json.dumps(measure(options.side, Path(options.case), options.steps, options.micro)))
+        case = (Path(options.case), options.steps, options.micro, options.added, options.precision)
+        print(json.dumps(measure(options.side, *case)))
         return
     captions = read_captions(options.captions)
     if options.profile:
@@ -260,7 +278,7 @@ def main() -> None:
             print(profile(model, options.batch, captions))
         return
     if options.gradcache:
-        claims = split(options.steps, captions)
+        claims = split(options.steps, captions, options.precision)
     else:
         claims = [compare(model, options.batch, options.steps, captions) for model in options.model]
     if options.json:

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from core.allocator import keep_freed_memory
 from core.plan import Unit, cut
 from core.runner import run_units, tick
 from core.storage import Folder
@@ -113,6 +114,7 @@ def _is_there(unit: Unit, *, work: _Cut, kind: str) -> bool:
 
 def _bring_together(unit: Unit, *, things: Things, work: _Cut) -> None:
     """Write the unit's pairs behind the place where each unit of rows begins among them."""
+    keep_freed_memory()
     pairs = np.zeros(0, np.uint64)
     if work.shares == 1:
         pairs = things.candidates(range(unit.start, unit.stop), bands.WHOLE)
@@ -130,6 +132,7 @@ def _bring_together(unit: Unit, *, things: Things, work: _Cut) -> None:
 
 def _compare(unit: Unit, *, things: Things, work: _Cut) -> None:
     """Write the edges among the unit's rows and later ones."""
+    keep_freed_memory()
     number = work.compared.index(unit)
     found = [_pairs_of(work, name, number) for name in (_name(work, "pairs", u) for u in work.together)]
     a, b = bands.unpair(functools.reduce(bands.merged, found))

@@ -20,6 +20,7 @@ import pyarrow as pa
 import xxhash
 
 from core import catalog
+from core.allocator import keep_freed_memory
 from core.errors import ConfigError, HardwareError, InputError
 from core.runner import cores
 from core.storage import Folder
@@ -65,6 +66,7 @@ def run(config: DedupConfig) -> dict[str, Any]:
     """
     start = time.monotonic()
     config.check()
+    keep_freed_memory()
     if config.part and (config.captions or config.dry_run):
         raise ConfigError("expected --part without --captions and --dry-run, which one run does alone")
     folder = Folder(config.work)

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from core.allocator import keep_freed_memory
 from core.errors import ConfigError, HardwareError
 from train.config import Precision
 
@@ -37,8 +38,6 @@ TIMEOUT_S = 1800.0
 PR_SET_PDEATHSIG = 1  # prctl.h
 
 # mallopt's names for "how many mappings" and "how much free memory before it is given back" (malloc.h).
-M_MMAP_MAX = -4
-M_TRIM_THRESHOLD = -1
 
 # CPU flags of units that multiply bf16: AMX and AVX-512 on x86, and Arm's.
 BF16_UNITS = {"amx_bf16", "avx512_bf16", "bf16", "svebf16"}
@@ -152,18 +151,6 @@ def world(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Iterator[World]
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def keep_freed_memory() -> None:
-    """Let the C allocator keep what a step frees, for the next step (glibc; elsewhere nothing happens).
-
-    By default every large tensor is mapped and unmapped anew, and the kernel clears its pages each time: 10-20 % of a
-    small model's step on a CPU.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def end_with_parent() -> Callable[[], None]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from core.allocator import keep_freed_memory
 from core.metrics import Series
 from core.runner import cores
 from shardkit.reader import Batch as RawBatch
@@ -27,7 +28,7 @@ from shardkit.reader import BatchReader, Sample, ShardSet
 from train import card
 from train.config import TrainConfig
 from train.data import QUEUE_DEPTH, Batch, Loader, Plan, Preparer, Quarantine, make_decoder
-from train.distributed import choose_precision, keep_freed_memory
+from train.distributed import choose_precision
 from train.gradcache import gradcache_step
 from train.guard import clip_by_tower
 from train.loss import clip_loss
