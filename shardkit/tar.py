@@ -43,7 +43,7 @@ class TarWriter:
         self._file = file
         self.digest = hashlib.sha256()
         self._written = self._filled = 0
-        self._buffer = bytearray(_BUFFER)
+        self._buffer = memoryview(bytearray(_BUFFER))  # a bytearray would copy twice what is assigned to a part of it
         self._names, self._sizes, self._heads = list[str](), list[int](), list[int]()  # the last: block of each header
 
     @property
@@ -63,7 +63,7 @@ class TarWriter:
             self.flush()
             end = BLOCK + size
             if end > len(self._buffer) - BLOCK:
-                self._buffer = bytearray(end + BLOCK)
+                self._buffer = memoryview(bytearray(end + BLOCK))
         self._names.append(name)
         self._sizes.append(size)
         self._heads.append(self._filled // BLOCK)
@@ -78,7 +78,7 @@ class TarWriter:
             return
         blocks = np.frombuffer(self._buffer, np.uint8, self._filled).reshape(-1, BLOCK)
         blocks[self._heads] = headers(self._names, np.array(self._sizes))
-        self._write(memoryview(self._buffer)[: self._filled])
+        self._write(self._buffer[: self._filled])
         self._names, self._sizes, self._heads, self._filled = [], [], [], 0
 
     def finish(self) -> int:
