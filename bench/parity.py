@@ -211,7 +211,7 @@ def page(found: dict[str, Any], values: dict[str, dict[str, list[float]]], setup
     lines += [
         "",
         "Numbers side by side are the seeds. Chance at R@10 is about 1 %. Both trainers' checkpoints of every epoch were",
-        "measured by one evaluator, ours.",
+        "measured by one evaluator, ours. What the arithmetic alone does, on the same batches, `bench.parity_steps` measures.",
         "",
     ]
     return "\n".join(lines)
