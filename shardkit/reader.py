@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
@@ -20,6 +19,7 @@ from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
+from isal import isal_zlib
 
 from core.errors import ConfigError, InputError, RunError
 from shardkit.cache import ShardCache, user_cache
@@ -198,7 +198,7 @@ class ShardSet:
             return b"", f"{name} cannot be read: {error.strerror or error}"
         if len(data) != known.jpg_size:
             return data, f"{name} is cut short: expected {known.jpg_size} bytes, found {len(data)}"
-        if known.crc32 >= 0 and zlib.crc32(data) != known.crc32:
+        if known.crc32 >= 0 and isal_zlib.crc32(data) != known.crc32:
             return data, f"{name} has changed: the sample's crc32 differs from the index"
         return data, ""
 

@@ -6,13 +6,13 @@ import dataclasses
 import functools
 import logging
 import time
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from isal import isal_zlib
 
 from core import images
 from core.errors import ConfigError, DataError, ImageError, InputError
@@ -230,7 +230,7 @@ class VerifyShard:
     def _picture(self, data: bytes, crc32: int, size: int) -> str:
         if len(data) < size:
             return f"cut short: expected {size} bytes, found {len(data)}"
-        if zlib.crc32(data) != crc32:
+        if isal_zlib.crc32(data) != crc32:
             return "its bytes have changed: the crc32 differs from the index"
         if not self.deep:
             return ""
