@@ -85,7 +85,7 @@ def run(config: DedupConfig) -> dict[str, Any]:
             return summary
         summary |= {"seconds": round(time.monotonic() - start, 3), "settings": settings}
         if config.dry_run:
-            return summary
+            return {**summary, "dry_run": True}
         known = stage.finished
         finished = stage.finish(json.loads(json.dumps(summary)))
     if not (known and bool(known.get("against")) == bool(sources) and folder.exists("catalog.duckdb")):

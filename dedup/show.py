@@ -12,8 +12,9 @@ from rich.text import Text
 def summary(found: dict[str, Any]) -> RenderableType:
     """What stays, what each rule dropped, what evaluation sets held, and the largest groups of captions."""
     share = found["kept"] / max(found["pairs"], 1)
+    stay = "would stay" if found.get("dry_run") else "stay"
     parts: list[RenderableType] = [
-        Text(f"{found['kept']:,} of {found['pairs']:,} pairs stay ({share:.1%})", style="bold").append(
+        Text(f"{found['kept']:,} of {found['pairs']:,} pairs {stay} ({share:.1%})", style="bold").append(
             f"; {found['clusters']:,} clusters of duplicates, {found['seconds']:,.1f} s", style="not bold"
         )
     ]

@@ -170,7 +170,7 @@ class Store:
         table = self._marked(path, how)
         if table is None:
             edges = make()
-            log.info("dedup: %s similar %s", f"{len(edges.a):,}", name)
+            log.info("dedup: %s like pairs (%s)", f"{len(edges.a):,}", name.partition("-")[0])
             numbers = [pa.array(rows.astype(np.int32)) for rows in (edges.a, edges.b)]
             table = pa.table([*numbers, pa.array(edges.similarity)], ["a", "b", "similarity"])
             self._write(path, table, how)
