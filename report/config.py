@@ -40,10 +40,10 @@ class BrowseConfig(VerbConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SqlConfig(VerbConfig):
-    """Run one query over the catalogue: pairs, signatures, clusters, decisions, against, samples, holdout,
-    steps, evals."""
+    """Run one SQL query over everything that the stages have written."""
 
     query: str = setting(argument=True)
-    """The query, in DuckDB's SQL. It reads only: the views are made in memory, over the files of the work folder."""
+    """The query, in DuckDB's SQL, over the views pairs, signatures, clusters, decisions, against, samples, holdout, steps and
+    evals. It reads only: the views are made in memory, over the files of the work folder."""
     limit: int = setting(1000)
     """Most rows to return; 0 returns all. What was left out is said."""
