@@ -83,16 +83,16 @@ class PackShard:
     def __call__(self, unit: Unit) -> None:
         rows = read_plan(self.folder, self.plan, unit)
         with contextlib.ExitStack() as publishing:
-            outputs = []
-            for home in self.homes:
-                path = publishing.enter_context(self.folder.staged(f"{home}/{unit.id}.tar"))
-                outputs.append(publishing.enter_context(Output(path, f"{unit.id}.tar")))
-            left_out = fill(outputs, rows, staged_images(self.folder, rows), self.sizes)
-        for home, output in zip(self.homes, outputs, strict=True):
+            tars = [publishing.enter_context(self.folder.staged(f"{home}/{unit.id}.tar")) for home in self.homes]
+            with contextlib.ExitStack() as writing:
+                outputs = [writing.enter_context(Output(tar, f"{unit.id}.tar")) for tar in tars]
+                left_out = fill(outputs, rows, staged_images(self.folder, rows), self.sizes)
+            tables = [output.table(left_out) for output in outputs]  # while the disk writes the tars' ends
+        for home, output, table in zip(self.homes, outputs, tables, strict=True):
             self.folder.write(f"{home}/{unit.id}.idx", output.index)
             with self.folder.staged(part_name(home, unit)) as path:
                 # read once, by `describe`: not worth the time to make it small
-                pq.write_table(output.table(left_out), path, compression="none", use_dictionary=False)
+                pq.write_table(table, path, compression="none", use_dictionary=False)
 
 
 def join_parts(tables: Iterable[pa.Table], path: Path) -> None:
@@ -229,6 +229,7 @@ class Output:
         with self._file:
             if kind is None:
                 self._tar.finish()
+                begin_writing(self._file)
 
     def add(self, row: Row, source: dict[str, Any], image: Fitted, sha256: str, crc32: int) -> None:
         """Append one sample: the picture, its first caption, and what is known of it (`source`: the list's own columns)."""
