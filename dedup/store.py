@@ -160,7 +160,16 @@ class Store:
         """These edges, read where they are there, else found in units and kept."""
         home = f"dedup/edges/{name}.units"
         at = dict[str, Any](workers=self.workers, engine=self.engine)
-        found = self._edges(name, how, lambda: edges.between(things, self.folder, home, _mark(self.of, how), **at))
+
+        def make() -> Edges:
+            return edges.between(things, self.folder, home, _mark(self.of, how), **at)
+
+        try:
+            found = self._edges(name, how, make)
+        except (
+            FileNotFoundError
+        ):  # on a store, which has no locks, another run has kept the edges and cleared the units away
+            found = self._edges(name, how, make)
         self.folder.remove(home)
         return found
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from core.storage import Folder
 from dedup import bands, edges
 from dedup.clusters import components, strongest_forest
 from dedup.config import DedupConfig
@@ -76,6 +78,31 @@ def test_units_that_are_there_are_used_and_those_of_other_data_are_not(
     write_parts(tmp_path, _rows(), sizes=[50])
     run(DedupConfig(work=str(tmp_path), workers=1, policy="either", method="components"))
     assert decisions(tmp_path) == whole
+
+
+def test_on_a_store_a_run_whose_units_another_one_cleared_away_takes_the_edges_that_were_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stores have no locks; two parts that finish together both close the stage."""
+    write_parts(tmp_path, _rows(), sizes=[50])
+    work = Folder(f"memory://{tmp_path.name}")
+    for name in Folder(tmp_path).list("ingest/parts/*"):
+        work.write(name, Folder(tmp_path).read(name))
+    config = DedupConfig(work=work.url, workers=1, policy="either", method="components")
+    compare = edges._compare
+
+    def late(*given: Any, **more: Any) -> None:
+        monkeypatch.setattr(edges, "_compare", compare)
+        run(config)
+        compare(*given, **more)
+
+    monkeypatch.setattr(edges, "_compare", late)
+    kept = run(config)["kept"]
+    run(dataclasses.replace(config, work=str(tmp_path)))
+    assert kept == run(dataclasses.replace(config, work=str(tmp_path)))["kept"] < COUNT
+    for name in ("dedup/decisions.parquet", "dedup/clusters.parquet"):
+        assert work.read(name) == Folder(tmp_path).read(name)
+    assert not work.list("dedup/edges/*.units")
 
 
 def _broken(*_: object, **__: object) -> None:
