@@ -320,7 +320,7 @@ def test_a_collapse_stops_before_the_list_ends(tmp_path: Path, server: Server) -
 def test_a_full_temporary_disk_is_one_sentence(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     urls = write_list(tmp_path / "list.parquet", [(server.url("/pic/1.jpg"), "one")])
     with open("/dev/full", "r+b", buffering=0) as full:
-        monkeypatch.setattr("ingest.journal.tempfile.TemporaryFile", lambda **_: full)
+        monkeypatch.setattr("ingest.journal._opened", lambda path: full)
         with pytest.raises(StorageError, match="disk is full while writing temporary files"):
             run(tmp_path, urls, size=NO_RESIZE, work=f"memory://{tmp_path.name}")
 
