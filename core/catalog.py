@@ -62,7 +62,7 @@ def connect(
     if memory_gb is not None:
         connection.execute(f"SET memory_limit = '{memory_gb}GB'")
     if folder.local is None:
-        connection.register_filesystem(folder._remote("")[0])
+        connection.register_filesystem(folder.remembering())
     _make_views(connection, folder, views)
     return connection
 

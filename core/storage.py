@@ -67,6 +67,13 @@ class Folder:
         except ValueError as error:
             raise StorageError(f"{self.url} cannot be opened: {error}; choose another folder with --work") from error
 
+    def remembering(self) -> Any:
+        """The fsspec file system of an object store, which remembers for a minute from now what it lists: for who reads many
+        files that nobody is writing, and would ask five times for the size of each."""
+        fs, _ = _open_store(self.url, use_listings_cache=True, listings_expiry_time=60)
+        fs.invalidate_cache()
+        return fs
+
     def _local_path(self, name: str) -> Path | None:
         path = self.path(name)
         return None if "://" in path else Path(path)
@@ -95,7 +102,9 @@ class Folder:
             names = os.listdir(local) if local.is_dir() else []
         else:
             fs, path = self._remote(parent)
-            names = [p.rstrip("/").rsplit("/", 1)[-1] for p in fs.ls(path, detail=False)] if fs.exists(path) else []
+            names = []
+            with contextlib.suppress(FileNotFoundError):
+                names = [p.rstrip("/").rsplit("/", 1)[-1] for p in fs.ls(path, detail=False)]
         chosen = sorted(n for n in names if fnmatch.fnmatchcase(n, leaf) and not n.startswith(TEMPORARY))
         return [f"{parent}/{n}" if parent else n for n in chosen]
 
@@ -211,8 +220,9 @@ class Folder:
         local = self._local_path(name)
         if local is None:
             fs, path = self._remote(name)
-            if fs.exists(path):
-                fs.rm(path, recursive=True)
+            with contextlib.suppress(FileNotFoundError):  # another run may remove it, too
+                if fs.exists(path):
+                    fs.rm(path, recursive=True)
         elif local.is_dir() and not local.is_symlink():
             shutil.rmtree(local)
         else:

@@ -166,9 +166,8 @@ class Store:
 
         try:
             found = self._edges(name, how, make)
-        except (
-            FileNotFoundError
-        ):  # on a store, which has no locks, another run has kept the edges and cleared the units away
+        except FileNotFoundError:
+            # a store has no locks: another run has kept the edges and cleared the units away
             found = self._edges(name, how, make)
         self.folder.remove(home)
         return found

@@ -108,15 +108,16 @@ def test_an_upload_in_pieces_is_visible_only_whole(store: Store, bucket: str, tm
 
 
 def test_listings_do_not_grow_with_the_units(store: Store, bucket: str, tmp_path: Path) -> None:
-    """Each unit is asked for by name; all parts are listed as often for 12 units as for 4."""
+    """Each unit is asked for by name, once whether it is there; all parts are listed as often for 12 units as for 4."""
     listings, units = [], []
     for pictures in (4, 14):
         with SmallList(tmp_path / str(pictures), pictures) as served:
             settings = {**served.settings("ingest", f"{bucket}/n{pictures}"), "unit_urls": 1, "workers": 1}
             whole = re.compile(rf"prefix=n{pictures}%2Fingest%2Fparts%2F&")
-            paths: list[str] = []
-            store.fault = lambda method, path, paths=paths: paths.append(path) or ""
+            paths, heads = list[str](), list[str]()
+            store.fault = lambda method, path, to=(paths, heads): to[method == "HEAD"].append(path) or ""
             units.append(ingest(IngestConfig(**settings))["units"])
             listings.append(len([path for path in paths if "list-type" in path and whole.search(path)]))
+            assert len([path for path in heads if "/ingest/parts/u" in path]) == units[-1]
     assert units[1] > 2 * units[0]
     assert listings[0] == listings[1] > 0, listings
