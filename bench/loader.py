@@ -2,11 +2,11 @@
 
 Method: shards are packed by the stage itself from photographs of 256 px on the shorter side (`--photographs`: any folder
 of JPEGs; drawn ones where none is named, which compress and decode like photographs). The floor is the codec alone: one
-thread decodes (libjpeg-turbo) and resizes (torch) the same pictures with the same windows, and does nothing else. The
-peer is `open_clip_train.data.get_wds_dataset` with `open_clip.image_transform`, its tokenizer and PyTorch workers, in a
-side environment (bench/peers.py). All are held to one core, then to two, by CPU affinity; parts take turns and the
-median of the rounds counts. Rates are pictures a CPU second, which a busy machine disturbs least, and `--wall` takes them
-a second instead, which is right on an idle machine.
+thread decodes (libjpeg-turbo) and resizes (torch) the same pictures with the same windows, and does nothing else; on two
+cores two processes do so at once. The peer is `open_clip_train.data.get_wds_dataset` with `open_clip.image_transform`, its
+tokenizer and PyTorch workers, in a side environment (bench/peers.py). All are held to one core, then to two, by CPU
+affinity; parts take turns and the median of the rounds counts. Rates are pictures a CPU second, which a busy machine
+disturbs least, and `--wall` takes them a second instead, which is right on an idle machine.
 
     python -m bench.loader [--photographs DIR] [--rounds 3] [--wall] [--json]
 
@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +206,8 @@ def past_damage(shards: Path, kind: str) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in rates.items()}
 
 
-def _part(name: str, shards: Path, cores: int) -> dict[str, float]:
-    """One part in a process of its own, held to so many cores."""
+def _part(name: str, shards: Path, cores: int, first: int = 0) -> dict[str, float]:
+    """One part in a process of its own, held to so many cores from the first-th on."""
     if name == "peer":
         packages = next((PLACE / "webdataset0" / "lib").glob("python*")) / "site-packages"
         tars = sorted(shards.glob("*.tar"))
@@ -216,11 +217,21 @@ def _part(name: str, shards: Path, cores: int) -> dict[str, float]:
         command = [str(peer_python("open_clip")), str(here), pattern, str(packages), *numbers]
     else:
         command = [sys.executable, "-m", "bench.loader", "--part", name, "--shards", str(shards), "--cores", str(cores)]
-    allowed = sorted(os.sched_getaffinity(0))[:cores]
+    allowed = sorted(os.sched_getaffinity(0))[first : first + cores]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, check=True, preexec_fn=lambda: os.sched_setaffinity(0, allowed)
     )
     return json.loads(done.stdout.decode().strip().splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def _floors(shards: Path, cores: int) -> dict[str, float]:
+    """The floor on every core at once: a thread each, in processes of their own."""
+    with ThreadPoolExecutor(cores) as pool:
+        found = list(pool.map(lambda core: _part("floor", shards, 1, core), range(cores)))
+    return {
+        "images": sum(one["images"] for one in found), "seconds": max(one["seconds"] for one in found),
+        "cpu": sum(one["cpu"] for one in found),
+    }  # fmt: skip
 
 
 def measure(shards: Path, rounds: int, wall: bool) -> list[dict[str, Any]]:
@@ -230,9 +241,8 @@ def measure(shards: Path, rounds: int, wall: bool) -> list[dict[str, Any]]:
         taken: dict[str, list[float]] = {"ours": [], "peer": [], "floor": []}
         for _ in range(rounds):
             for name, rates in taken.items():
-                found = _part(name, shards, 1 if name == "floor" else cores)
-                # a core's rate either way: the floor is one thread's
-                spent = found["seconds"] * (1 if name == "floor" else cores) if wall else found["cpu"]
+                found = _floors(shards, cores) if name == "floor" else _part(name, shards, cores)
+                spent = found["seconds"] * cores if wall else found["cpu"]
                 rates.append(found["images"] / spent)
                 print(f"{name} on {cores}: {rates[-1]:.0f}", file=sys.stderr)
         mine, peer, least = (statistics.median(taken[name]) for name in taken)

@@ -138,7 +138,8 @@ class CpuDecoder:
                 if picture is not None:
                     try:
                         pixels_BCSS[i] = render(picture, self.size)
-                        recolour(pixels_BCSS[i : i + 1], [picture.view.colour])
+                        if picture.view.colour is not None:
+                            recolour(pixels_BCSS[i : i + 1], [picture.view.colour])
                     except ImageError as error:
                         reasons[i] = error.detail
 
