@@ -2,10 +2,10 @@
 
 Method: rows are generated, each stage runs as a process of its own, and its CPU seconds (user and system, children too) and
 peak memory are read from the kernel. A straight line through log(seconds) over log(rows) has the slope 1 where a row costs
-the same however many there are; what starting costs is measured with 100 rows and taken off (below 100,000 rows it would
-hide what they cost). Captions are random words with
-every tenth one repeated nearly; nothing is downloaded. What a stage does with pictures is measured apart, since each row of it
-costs a download: from nginx on this machine, which is not counted, of pictures of 128 by 96 pixels that become 85 by 64.
+the same however many there are. What starting costs would hide what 10,000 rows cost, so every process takes 100 rows
+through the same steps first, which is not counted. Captions are random words with every tenth one repeated nearly; nothing is
+downloaded. What a stage does with pictures is measured apart, since each row of it costs a download: from nginx on this
+machine, which is not counted, of pictures of 128 by 96 pixels that become 85 by 64; what 100 rows cost is taken off there.
 
     python -m bench.scale [--rows 10000 100000 1000000] [--plot docs/scale.svg] [--json]
     python -m bench.scale --fetch 1000 10000 100000   ingest and shard instead, with their downloads
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ Step = Callable[
 Steps = dict[str, Step]
 Listed = Callable[[Path, int], contextlib.AbstractContextManager[None]]
 WIDTH = 10  # words of a generated set
+ROUNDS = 3  # of which the least counts
 
 
 def main() -> None:
@@ -80,9 +81,14 @@ def measure(sizes: list[int], plot: str, listed: Listed, steps: Steps) -> list[d
     """Slope and cost a row of each step, one after the other in the folder where `listed` has put so many rows."""
     found: dict[str, list[tuple[int, float, int]]] = {}
     for rows in [100, *sizes]:
-        with tempfile.TemporaryDirectory() as place, listed(Path(place), rows):
-            for name, step in steps.items():
-                found.setdefault(name, []).append((rows, *_cost(step, place)))
+        rounds: dict[str, list[tuple[float, int]]] = {}
+        for _ in range(ROUNDS if steps is STEPS else 1):
+            with tempfile.TemporaryDirectory() as place, listed(Path(place), rows):
+                for number, (name, step) in enumerate(steps.items()):
+                    before = list(steps.values())[: number + 1] if steps is STEPS else []
+                    rounds.setdefault(name, []).append(_apart(functools.partial(_measured, step, place, before)))
+        for name, costs in rounds.items():
+            found.setdefault(name, []).append((rows, *min(costs)))
     claims, drawn = [], dict[str, list[float]]()
     for name, measured in found.items():
         _, begin, program = measured[0]
@@ -125,11 +131,6 @@ def picture(sizes: list[int], lines: dict[str, list[float]]) -> str:
     return f"{head}{title}{''.join(parts)}</svg>\n"
 
 
-def _cost(step: Step, place: str) -> tuple[float, int]:
-    """CPU seconds and peak bytes of one step in a process of its own."""
-    return _apart(functools.partial(_measured, step, place))
-
-
 def _apart(do: Callable[[], Any]) -> Any:
     """What `do` returns in a process of its own."""
     context = multiprocessing.get_context("spawn")
@@ -146,11 +147,23 @@ def _telling(do: Callable[[], Any], pipe: Any) -> None:
     pipe.send(do())
 
 
-def _measured(step: Step, place: str) -> tuple[float, int]:
+def _measured(step: Step, place: str, before: Sequence[Step]) -> tuple[float, int]:
+    """CPU seconds and peak bytes of a step, after `before` were run on 100 rows, for what is imported and started once."""
+    with tempfile.TemporaryDirectory() as small:
+        if before:
+            with made_list(Path(small), 100):
+                for one in before:
+                    one(small)
+    begun = _used()
     told = step(place)
+    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return _used() - begun if told is None else told, 1024 * peak
+
+
+def _used() -> float:
+    """CPU seconds of this process and of its children that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    counted = sum(u.ru_utime + u.ru_stime for u in used)
-    return counted if told is None else told, 1024 * max(u.ru_maxrss for u in used)
+    return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 # ---- a hundred million ------------------------------------------------------------------------------------------------
