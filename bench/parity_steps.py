@@ -23,6 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.machine import claim
+from bench.sides import ROOT, open_clips_optimizer
+
 BATCH, LR, WD, WARMUP, TOTAL = 100, 1e-3, 0.2, 59, 295
 GOAL = 1e-4  # of the loss: sums in another order, over some sixty steps of growing weights
 
@@ -78,11 +81,7 @@ def open_clips_step(first: Path, model: str) -> tuple[Any, Step]:
     import torch
 
     clip = open_clip.create_model(f"local-dir:{first}", precision="fp32").train()
-    named = list(clip.named_parameters())
-    plain = [p for n, p in named if p.ndim < 2 or "bn" in n or "ln" in n or "bias" in n or "logit_scale" in n]
-    others = [p for n, p in named if not any(p is q for q in plain)]
-    groups = [{"params": plain, "weight_decay": 0.0}, {"params": others, "weight_decay": WD}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.98), eps=1e-6)
+    optimizer = open_clips_optimizer(clip, LR, WD)
     loss_of = open_clip.ClipLoss()
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD))
 
@@ -129,9 +128,7 @@ def main() -> None:
     if options.side:
         print(json.dumps(losses(options.side, first, options.place, options.model, options.steps)))
         return
-    from bench.machine import claim
     from bench.peers import peer_python
-    from bench.sides import ROOT
     from train.models import model_config
 
     shape = model_config(options.model)

@@ -3,9 +3,10 @@
 Method: rows are generated, each stage runs as a process of its own, and its CPU seconds (user and system, children too) and
 peak memory are read from the kernel. A straight line through log(seconds) over log(rows) has the slope 1 where a row costs
 the same however many there are. What starting costs would hide what 10,000 rows cost, so every process takes 100 rows
-through the same steps first, which is not counted. Captions are random words with every tenth one repeated nearly; nothing is
-downloaded. What a stage does with pictures is measured apart, since each row of it costs a download: from nginx on this
-machine, which is not counted, of pictures of 128 by 96 pixels that become 85 by 64; what 100 rows cost is taken off there.
+through the same steps first, which is not counted, and what 100 rows cost then is taken off. Captions are random words with
+every tenth one repeated nearly; nothing is downloaded. What a stage does with pictures is measured apart, since each row of
+it costs a download: from nginx on this machine, which is not counted, of pictures of 128 by 96 pixels that become 85 by 64;
+there nothing is run first.
 
     python -m bench.scale [--rows 10000 100000 1000000] [--plot docs/scale.svg] [--json]
     python -m bench.scale --fetch 1000 10000 100000   ingest and shard instead, with their downloads
@@ -49,9 +50,8 @@ from shardkit.config import ShardConfig
 PART = 10_000
 WORDS = 30_000
 BATCH = 1_000_000  # generated rows at a time
-Step = Callable[
-    [str], float | None
-]  # gives its CPU seconds where it knows of processes that the kernel does not count to it
+# Works in a folder; gives its CPU seconds where it knows of processes that the kernel does not count to it.
+Step = Callable[[str], float | None]
 Steps = dict[str, Step]
 Listed = Callable[[Path, int], contextlib.AbstractContextManager[None]]
 WIDTH = 10  # words of a generated set

@@ -39,3 +39,14 @@ def first_weights(place: Path, model: str, seed: int) -> None:
     folder.make()
     write_tensors(folder, WEIGHTS[0], CLIP(shape).state_dict())
     folder.write(CONFIG, json.dumps(open_clip_config(shape)).encode())
+
+
+def open_clips_optimizer(model: Any, lr: float, wd: float) -> Any:
+    """AdamW with the parameter groups of open_clip's trainer, for a model of its own; runs in its environment."""
+    import torch
+
+    named = list(model.named_parameters())
+    plain = [p for n, p in named if p.ndim < 2 or "bn" in n or "ln" in n or "bias" in n or "logit_scale" in n]
+    others = [p for n, p in named if not any(p is q for q in plain)]
+    groups = [{"params": plain, "weight_decay": 0.0}, {"params": others, "weight_decay": wd}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), eps=1e-6)

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import claim
+from bench.sides import open_clips_optimizer
 
 GOALS = {"ViT-B-32": 2.5, "small-112": 3.0}
 SPLIT_MODEL, SPLIT_BATCH, SPLIT_MICRO = "small-112", 256, 64
@@ -136,11 +137,7 @@ def _open_clips_step(folder: Path) -> Any:
     pixels, tokens, described = _case(folder)
     images = pixels.float() / 127.5 - 1  # its loader delivers floats
     model = CLIP(**described["model_cfg"]).train()
-    named = list(model.named_parameters())
-    plain = [p for n, p in named if p.ndim < 2 or "bn" in n or "ln" in n or "bias" in n or "logit_scale" in n]
-    others = [p for n, p in named if not any(p is q for q in plain)]
-    groups = [{"params": plain, "weight_decay": 0.0}, {"params": others, "weight_decay": WD}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.98), eps=1e-6)
+    optimizer = open_clips_optimizer(model, LR, WD)
     loss_of = ClipLoss(local_loss=True, gather_with_grad=True, cache_labels=True)
 
     def step() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+# mallopt's names for "how many mappings" and "how much free memory before it is given back" (malloc.h).
 M_MMAP_MAX = -4
 M_TRIM_THRESHOLD = -1
 

@@ -10,7 +10,6 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 for name in ("core.images", "core.imagehash", "ingest.fetch", "ingest.http", "PIL.Image", "ftfy", "pyarrow.parquet",
              "simplejpeg", "uvloop", "xxhash"):  # fmt: skip
     importlib.import_module(name)
-importlib.import_module("ingest.captions").languages(
-    ["a"]
-)  # unpacks the language model: 0.5 s, and its memory is shared
+# unpacks the language model: 0.5 s, and its memory is shared
+importlib.import_module("ingest.captions").languages(["a"])
 gc.freeze()  # what is imported stays; looking through it for garbage over and over is 1 % of a worker's time

@@ -37,8 +37,6 @@ TIMEOUT_S = 1800.0
 
 PR_SET_PDEATHSIG = 1  # prctl.h
 
-# mallopt's names for "how many mappings" and "how much free memory before it is given back" (malloc.h).
-
 # CPU flags of units that multiply bf16: AMX and AVX-512 on x86, and Arm's.
 BF16_UNITS = {"amx_bf16", "avx512_bf16", "bf16", "svebf16"}
 
