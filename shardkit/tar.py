@@ -102,9 +102,11 @@ def headers(names: Sequence[str], sizes: Int64) -> npt.NDArray[np.uint8]:
     encoded = [name.encode() for name in names]
     lengths = list(map(len, encoded))
     if min(lengths) == 0 or max(lengths) > 100 or sizes.max() >= 8**11:
+        name, size = next(
+            m for m in zip(names, sizes, strict=True) if not 0 < len(m[0].encode()) <= 100 or m[1] >= 8**11
+        )
         raise DataError(
-            f"expected member names of 1 to 100 bytes and less than 8 GiB each, found {max(names, key=len)!r} and "
-            f"{sizes.max()} bytes"
+            f"expected member names of 1 to 100 bytes and less than 8 GiB each, found {name!r} with {size} bytes"
         )
     found = np.repeat(_HEADER, len(names), 0)
     found[:, :100] = np.array(encoded, "S100").view(np.uint8).reshape(-1, 100)

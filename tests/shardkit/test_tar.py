@@ -97,8 +97,10 @@ def test_a_damaged_header_is_named_with_its_place(tmp_path: Path) -> None:
 
 def test_names_and_sizes_that_do_not_fit_are_refused() -> None:
     for name, size in (("x" * 101, 1), ("", 1), ("é" * 51, 1), ("a", 8**11)):
-        with pytest.raises(DataError, match="1 to 100 bytes and less than 8 GiB"):
-            headers(["fits", name], np.array([1, size]))
+        with pytest.raises(
+            DataError, match=f"1 to 100 bytes and less than 8 GiB each, found '{name}' with {size} bytes"
+        ):
+            headers(["the longest that fits" * 4, name, "fits"], np.array([8**11 - 1, size, 1]))
 
 
 def test_headers_are_those_of_the_standard_library() -> None:
