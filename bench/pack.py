@@ -43,8 +43,7 @@ from core.plan import Unit
 from core.schema import decision_schema, pair_schema
 from core.storage import Folder
 from shardkit.config import ShardConfig
-from shardkit.pack import shard_units
-from shardkit.plan import PLANS, write_plans
+from shardkit.plan import PLANS, planned_shards, write_plans
 from shardkit.tar import TarWriter
 from shardkit.write import PackShard, read_plan, staged_images
 
@@ -104,7 +103,7 @@ def planned(place: Path, pictures: int, side: int, shards: int) -> tuple[PackSha
     config = ShardConfig(work=str(place), samples_per_shard=-(-pictures // shards))
     (place / "shards").mkdir()
     write_plans(work, config)
-    return PackShard(work, PLANS["shards"], ("shards",), (256,)), shard_units(work, "shards")
+    return PackShard(work, PLANS["shards"], ("shards",), (256,)), planned_shards(work, PLANS["shards"])
 
 
 def copy(sources: list[Path], target: Path) -> None:

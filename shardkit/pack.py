@@ -8,7 +8,6 @@ Several sizes are written in one pass: a unit then makes the same shard of every
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import re
@@ -36,7 +35,7 @@ from shardkit.index import (
     rank_lists,
     read_shard_list,
 )
-from shardkit.plan import PLANS, VIEWS, write_plans
+from shardkit.plan import PLANS, VIEWS, planned_shards, rows_of, write_plans
 from shardkit.write import NOTE, PackShard, join_parts, part_name
 
 if TYPE_CHECKING:
@@ -169,8 +168,11 @@ def _check(config: ShardConfig) -> None:
 
 def tidy(folder: Folder) -> None:
     """Remove what only a continuation would need."""
-    for name in (*PLANS.values(), *(f"{home}/parts" for home in ("shards", *_beside(folder)))):
-        folder.remove(name)
+    for plan in PLANS.values():
+        folder.remove(plan)
+        folder.remove(rows_of(plan))
+    for home in ("shards", *_beside(folder)):
+        folder.remove(f"{home}/parts")
 
 
 # ---- all sets ---------------------------------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ def tidy(folder: Folder) -> None:
 
 def _pack_all(stage: Stage, config: ShardConfig) -> dict[str, Any]:
     """Write every set, or a part of each; returns the summary without its seconds."""
-    folder, units = stage.folder, {kind: shard_units(stage.folder, kind) for kind in KINDS}
+    folder, units = stage.folder, {kind: planned_shards(stage.folder, PLANS[kind]) for kind in KINDS}
     for kind in KINDS:
         _pack(folder, kind, units[kind], config, stage.part)
     if partial := stage.left_to_others(lambda: sum(len(_unpacked(folder, k, units[k], config)) for k in KINDS)):
@@ -221,16 +223,6 @@ def _describe_all(
     for home in homes(kind, config.size):
         nothing = {"samples": 0, "shards": 0, "bytes": 0}
         yield home, describe(folder, home, units, config) if units else nothing
-
-
-def shard_units(folder: Folder, kind: str) -> list[Unit]:
-    """One unit a shard of the plan, named as the shard is."""
-    with folder.open(PLANS[kind]) as file:
-        metadata = pq.ParquetFile(file).metadata
-        sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-    digits = max(5, len(str(len(sizes) - 1)))
-    ends = list(itertools.accumulate(sizes))
-    return [Unit(f"{i:0{digits}d}", end - n, end) for i, (end, n) in enumerate(zip(ends, sizes, strict=True))]
 
 
 def _files(places: tuple[str, ...], unit: Unit) -> set[str]:

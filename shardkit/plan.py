@@ -1,21 +1,24 @@
 """Which sample goes where: kept captions grouped by picture, shuffled by seed, cut into shards.
 
-A plan is a Parquet file of one row a sample with one row group a shard, so that a worker reads its shard and no more.
+A plan is one Arrow IPC stream a shard, of one row a sample, one after another in a file, and beside it where each begins: a
+worker reads its shard and no more, at the same cost however many there are (a Parquet footer names every column of every
+row group, 1.6 kB a shard, and has to be parsed whole).
 DuckDB joins, groups and sorts (it spills to disk); rows then stream through Arrow, never all at once.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from core import catalog
 from core.errors import ConfigError, InputError
+from core.plan import Unit
 from core.schema import pair_fields
 from core.storage import Folder
 from shardkit.config import ShardConfig
@@ -63,7 +66,27 @@ ORDER BY md5_number({seed} || ':' || p.first_uid), p.first_uid
 """
 
 VIEWS = ("pairs", "decisions")
-PLANS = {"shards": "shards/plan.parquet", "holdout": "shards/plan-holdout.parquet"}
+# For each shard and for the end, the rows and the bytes before it: int64 of shape (shards + 1, 2).
+PLANS = {"shards": "shards/plan.starts", "holdout": "shards/plan-holdout.starts"}
+
+
+def rows_of(plan: str) -> str:
+    """Name of the file with a plan's rows."""
+    return plan.removesuffix(".starts") + ".arrow"
+
+
+def planned_shards(folder: Folder, plan: str) -> list[Unit]:
+    """One unit a shard of the plan, named as the shard is."""
+    starts = np.frombuffer(folder.read(plan), _STARTS).reshape(-1, 2)[:, 0].tolist()
+    digits = max(5, len(str(len(starts) - 2)))
+    return [Unit(f"{i:0{digits}d}", *ends) for i, ends in enumerate(itertools.pairwise(starts))]
+
+
+def planned_rows(folder: Folder, plan: str, unit: Unit) -> pa.Table:
+    """The rows of one shard: a read of 32 bytes and one of its own, however many shards there are."""
+    _, begin, _, end = np.frombuffer(folder.read_range(plan, int(unit.id) * 16, 32), _STARTS).tolist()
+    with pa.ipc.open_stream(folder.read_range(rows_of(plan), begin, end - begin)) as stream:
+        return stream.read_all()
 
 
 def write_plans(folder: Folder, config: ShardConfig) -> None:
@@ -158,11 +181,18 @@ def _write_plan(
 ) -> None:
     only = "AND r.uid = p.first_uid" if config.captions == "first" else ""
     rows = connection.sql(_ORDERED.format(holdout=home == "holdout", seed=int(config.seed), only=only))
-    with folder.staged(PLANS[home]) as path, pq.ParquetWriter(path, _SCHEMA) as writer:
+    starts = [(0, 0)]
+    with folder.staged(rows_of(PLANS[home])) as path, pa.OSFile(str(path), "wb") as file:
         for table in _cut(pa.RecordBatchReader.from_stream(rows), sizes):
-            writer.write_table(table, row_group_size=table.num_rows)
+            with pa.ipc.new_stream(file, _SCHEMA, options=_PACKED) as stream:
+                stream.write_table(table)
+            starts.append((starts[-1][0] + table.num_rows, file.tell()))
+    folder.write(PLANS[home], np.array(starts, _STARTS).tobytes())
 
 
+_STARTS = np.dtype("<i8")
+# half of a plan are hashes as text, half as long so, and written no later than as they are
+_PACKED = pa.ipc.IpcWriteOptions(compression="zstd")
 _SCHEMA = pa.schema(
     [
         pa.field("uid", pa.string()),

@@ -26,8 +26,8 @@ from core.storage import Folder
 from core.work import open_stage, read_settings
 from shardkit.config import ShardConfig
 from shardkit.index import SAMPLES, SHARDS, Bad, Shard, ShardList, index_name, read_shard_list
-from shardkit.pack import homes, inputs, shard_units, tidy
-from shardkit.plan import PLANS, write_plans
+from shardkit.pack import homes, inputs, tidy
+from shardkit.plan import PLANS, planned_shards, write_plans
 from shardkit.ranges import RangeReader
 from shardkit.write import Output, Row, fill, fit, join_parts, read_plan, staged_images
 
@@ -114,7 +114,7 @@ class _Set:
 
     def repair(self, damaged: set[str], result: dict[str, Any]) -> None:
         """Restore the files of `damaged` and note in `result` what became of each."""
-        units = {f"{unit.id}.tar": unit for unit in shard_units(self.work, self.kind)}
+        units = {f"{unit.id}.tar": unit for unit in planned_shards(self.work, PLANS[self.kind])}
         pairs = [(shard, units[shard.name]) for shard in self.listed.shards if shard.name in units]
         if SAMPLES in damaged:
             chosen = pairs

@@ -30,6 +30,7 @@ from core.runner import tick
 from core.schema import Outcome, sample_schema
 from core.storage import Folder, begin_writing
 from shardkit.index import Shard, dali_index
+from shardkit.plan import planned_rows
 from shardkit.ranges import RangeReader
 from shardkit.tar import TarWriter
 
@@ -104,8 +105,7 @@ def join_parts(tables: Iterable[pa.Table], path: Path) -> None:
 
 def read_plan(folder: Folder, plan: str, unit: Unit) -> list[Row]:
     """The rows of one shard."""
-    with folder.open(plan) as file:
-        table = pq.ParquetFile(file).read_row_group(int(unit.id), columns=list(Row._fields))
+    table = planned_rows(folder, plan, unit)
     return list(map(Row._make, zip(*(table[name].to_pylist() for name in Row._fields), strict=True)))
 
 

@@ -27,9 +27,9 @@ from core.work import fingerprint, locked
 from shardkit.config import ShardConfig
 from shardkit.index import Shard, rank_lists, split_name
 from shardkit.pack import run
-from shardkit.plan import shard_sizes, shard_sizes_by_bytes
+from shardkit.plan import PLANS, planned_shards, rows_of, shard_sizes, shard_sizes_by_bytes, write_plans
 from shardkit.tar import Member, scan
-from shardkit.write import sample_key
+from shardkit.write import read_plan, sample_key
 from tests.shardkit.parts import World, contents, jpeg, small_world
 
 
@@ -377,6 +377,23 @@ def test_captions_of_any_kind_arrive_as_they_are(tmp_path: Path) -> None:
     for row in rows(tmp_path):
         assert found[f"{row['key']}.txt"].decode() == row["caption"]
         assert json.loads(found[f"{row['key']}.json"])["captions"] == [row["caption"]]
+
+
+@pytest.mark.parametrize("most", [1, 7, 1000])
+def test_a_shards_rows_lie_in_bytes_of_its_own(tmp_path: Path, most: int) -> None:
+    folder = Folder(small_world(tmp_path).write())
+    write_plans(folder, ShardConfig(work=str(tmp_path), samples_per_shard=1000))
+    together = read_plan(folder, PLANS["shards"], planned_shards(folder, PLANS["shards"])[0])
+    write_plans(folder, ShardConfig(work=str(tmp_path), samples_per_shard=most))
+    units = planned_shards(folder, PLANS["shards"])
+    assert [unit.rows for unit in units] == shard_sizes(46, most) and units[-1].stop == 46
+    assert [row for unit in units for row in read_plan(folder, PLANS["shards"], unit)] == together
+    file, starts = tmp_path / rows_of(PLANS["shards"]), np.fromfile(tmp_path / PLANS["shards"], "<i8")[1::2]
+    for unit, begin, end in zip(units, starts[:-1], starts[1:], strict=True):  # nothing but these is looked at
+        whole = file.read_bytes()
+        file.write_bytes(bytes(begin) + whole[begin:end])
+        assert read_plan(folder, PLANS["shards"], unit) == together[unit.start : unit.stop]
+        file.write_bytes(whole)
 
 
 # ---- kill -9 ----------------------------------------------------------------------------------------------------------
