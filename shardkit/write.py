@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
+import itertools
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -117,8 +120,9 @@ def staged_images(folder: Folder, rows: list[Row]) -> Iterator[bytes]:
     """
     files = RangeReader(folder)
     remote = {tar for tar in {row.tar for row in rows} if "://" in folder.path(tar)}
-    for first in range(0, len(rows), _AT_ONCE):
-        some = rows[first : first + _AT_ONCE]
+    batches = [rows[first : first + _AT_ONCE] for first in range(0, len(rows), _AT_ONCE)]
+    for some, coming in itertools.pairwise([[], *batches, []]):
+        _begin_reading(folder, [row for row in coming if row.tar not in remote])
         fetched = iter(folder.read_ranges([(r.tar, r.tar_offset, r.tar_size) for r in some if r.tar in remote]))
         for row in some:
             body: bytes | OSError
@@ -129,6 +133,36 @@ def staged_images(folder: Folder, rows: list[Row]) -> Iterator[bytes]:
             if isinstance(body, OSError) or len(body) != row.tar_size:
                 raise _lost(row, body)
             yield body
+
+
+def _begin_reading(folder: Folder, rows: list[Row]) -> None:
+    """Ask the disk for what will be read next, all at once, unless the first is in memory: read one by one, each would be
+    waited for, which takes twice as long as packing itself.
+
+    A hint, and nothing where the system has no such calls (Linux: RWF_NOWAIT, posix_fadvise).
+    """
+    if not rows or _is_in_memory(folder.path(rows[0].tar), rows[0].tar_offset + rows[0].tar_size // 2):
+        return
+    for row in rows:
+        with (
+            contextlib.suppress(OSError),
+            open(folder.path(row.tar), "rb", buffering=0) as file,
+        ):  # reading will say why
+            os.posix_fadvise(file.fileno(), row.tar_offset, row.tar_size, os.POSIX_FADV_WILLNEED)
+
+
+def _is_in_memory(path: str, position: int) -> bool:
+    """Whether this byte of a file can be had without the disk; so it is said of a file that is not there, too."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return True
+    try:
+        with open(path, "rb", buffering=0) as file:
+            os.preadv(file.fileno(), [bytearray(1)], position, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        return error.errno != errno.EOPNOTSUPP  # a file system that cannot say
+    return True
 
 
 def _lost(row: Row, found: bytes | OSError) -> DataError:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from shardkit.index import Shard, rank_lists, split_name
 from shardkit.pack import run
 from shardkit.plan import PLANS, planned_shards, rows_of, shard_sizes, shard_sizes_by_bytes, write_plans
 from shardkit.tar import Member, scan
-from shardkit.write import read_plan, sample_key
+from shardkit.write import _is_in_memory, read_plan, sample_key, staged_images
 from tests.shardkit.parts import World, contents, jpeg, small_world
 
 
@@ -394,6 +395,34 @@ def test_a_shards_rows_lie_in_bytes_of_its_own(tmp_path: Path, most: int) -> Non
         file.write_bytes(bytes(begin) + whole[begin:end])
         assert read_plan(folder, PLANS["shards"], unit) == together[unit.start : unit.stop]
         file.write_bytes(whole)
+
+
+def forgotten(path: Path) -> bool:
+    """Whether a file could be put out of memory, which a temporary folder that lies in memory does not do."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return not _is_in_memory(str(path), path.stat().st_size // 2)
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="this system does not say what is in memory")
+def test_what_is_read_next_is_asked_of_the_disk_before(tmp_path: Path) -> None:
+    world = World(tmp_path, units=1)
+    for number in range(300):
+        world.add(number, [f"picture {number}"], body=jpeg(number, 160, 120))
+    folder = Folder(world.write())
+    write_plans(folder, ShardConfig(work=str(tmp_path)))
+    rows = read_plan(folder, PLANS["shards"], planned_shards(folder, PLANS["shards"])[0])
+    in_memory, tar = list(staged_images(folder, rows)), tmp_path / rows[0].tar
+    if not forgotten(tar):
+        pytest.skip("temporary files lie in memory")
+    reading = staged_images(folder, rows)
+    assert next(reading) == in_memory[0]
+    deadline = time.monotonic() + 20
+    while not all(_is_in_memory(str(tar), row.tar_offset + row.tar_size // 2) for row in rows[64:128]):
+        assert time.monotonic() < deadline, "the next pictures are not being read"
+        time.sleep(0.01)
+    assert list(reading) == in_memory[1:]
 
 
 # ---- kill -9 ----------------------------------------------------------------------------------------------------------
