@@ -36,7 +36,7 @@ from shardkit.config import ShardConfig
 from shardkit.pack import run as pack
 from shardkit.ranges import RangeReader
 from tests.shardkit.parts import World
-from train import decode_cpu, diagnose, models
+from train import decode_cpu, decode_pool, diagnose, models
 from train.config import DiagnoseConfig, TrainConfig
 from train.distributed import launch_ranks
 from train.models import ModelConfig
@@ -103,19 +103,20 @@ def slow_disk(work: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def idle_cores() -> Iterator[None]:
-    """Eight cores, of which a picture takes one for 4 ms: on two real ones the model has what one thread leaves, and a second
+    """Eight cores, of which a picture takes one for 4 ms: on two real ones the model has what one worker leaves, and a second
     one gains nothing."""
-    render, affinity = decode_cpu.render, os.sched_getaffinity
-
-    def slowly(picture: decode_cpu.Picture, size: int) -> Any:
-        time.sleep(PICTURE_S)
-        return render(picture, size)
-
-    decode_cpu.render, os.sched_getaffinity = slowly, lambda _: set(range(IDLE_CORES))
+    codec, affinity = decode_pool.CODEC, os.sched_getaffinity
+    decode_pool.CODEC, os.sched_getaffinity = __spec__.name, lambda _: set(range(IDLE_CORES))
     try:
         yield
     finally:
-        decode_cpu.render, os.sched_getaffinity = render, affinity
+        decode_pool.CODEC, os.sched_getaffinity = codec, affinity
+
+
+def render_into(pixels: Any, data: bytes, view: decode_cpu.View) -> None:
+    """The codec of `idle_cores`."""
+    time.sleep(PICTURE_S)
+    decode_cpu.render_into(pixels, data, view)
 
 
 @contextlib.contextmanager
@@ -199,7 +200,7 @@ def one_rank(trouble: str, values: str) -> None:
 
 def run_of(trouble: str, work: Path, **values: Any) -> dict[str, Any]:
     """Diagnose what two ranks in this trouble have logged."""
-    settings = {"work": str(work), "device": "cpu", "threads": 1, "log_every": 5, "val": "none", **values}
+    settings = {"work": str(work), "device": "cpu", "workers": 1, "log_every": 5, "val": "none", **values}
     code = launch_ranks(
         ["-m", "bench.diagnose", "--rank", trouble, json.dumps(settings)], 2, {"OMP_NUM_THREADS": "1"}
     ).code
@@ -228,17 +229,17 @@ def causes(home: Path, seconds: float) -> dict[str, tuple[str, Callable[[], dict
         with slow_server(work / "shards") as url:
             return trial(work, shards=url, model="tiny-48", batch_size=16, apply=1)
 
-    def threads() -> dict[str, Any]:
+    def workers() -> dict[str, Any]:
         work = make_set(home / "few", 512, 56)
         (work / "runs/main").mkdir(parents=True)
-        (work / "runs/main/config.json").write_text(json.dumps({"as_run": {"threads": 1}}))
+        (work / "runs/main/config.json").write_text(json.dumps({"as_run": {"workers": 1}}))
         with idle_cores():
             return trial(work, model="tiny-48", batch_size=64, apply=1)
 
     return {
         "slow_disk": ("read_bound", disk),
         "slow_network": ("read_bound", network),
-        "few_threads": ("decode_bound", threads),
+        "few_workers": ("decode_bound", workers),
         "large_pictures": (
             "decode_bound",
             lambda: trial(make_set(home / "large", 256, 700), model="light-224", batch_size=32, apply=1),
@@ -262,7 +263,7 @@ def causes(home: Path, seconds: float) -> dict[str, tuple[str, Callable[[], dict
     }  # fmt: skip
 
 
-LOADER = ("slow_disk", "slow_network", "few_threads", "large_pictures")
+LOADER = ("slow_disk", "slow_network", "few_workers", "large_pictures")
 
 
 def bed(seconds: float, only: list[str]) -> dict[str, dict[str, Any]]:

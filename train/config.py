@@ -100,9 +100,9 @@ class TrainConfig(StageConfig):
     patch_dropout: float = setting(0.0)
     """Share of image patches dropped in training (FLIP): 0.5 nearly halves the image tower's work."""
     decode: Literal["auto", "cpu", "dali"] = setting("auto", stable=False)
-    """Who decodes: `dali` on GPUs, threads of libjpeg-turbo on CPUs; `auto` takes DALI where it and a GPU are there."""
-    threads: int = setting(0, stable=False)
-    """Decode threads a rank; 0 shares the machine's cores out over its ranks."""
+    """Who decodes: `dali` on GPUs, libjpeg-turbo on CPUs; `auto` takes DALI where it and a GPU are there."""
+    workers: int = setting(0, stable=False)
+    """Processes that decode for a rank (threads of DALI's); 0 shares the machine's cores out over its ranks."""
     checkpointing: bool = setting(False, stable=False)
     """Recompute activations in the backward pass: much less memory for about a third more compute."""
     fsdp: bool = setting(False, stable=False)

@@ -2,7 +2,7 @@
 
 Shape letters: b samples of this rank, C = 3 colours, S side of the square, L longest caption of the batch in tokens.
 
-    BatchReader (threads) -> [queue] -> decode + tokenise (one thread that drives the decoder's pool) -> [queue] -> loop
+    BatchReader (threads) -> [queue] -> one thread: decoder's workers, tokens -> [queue] -> loop
 
 Every random choice (which caption, which window, mirrored or not, which colours) is drawn from (seed, epoch, uid) alone,
 so it is the same for any back-end, thread count and number of ranks. A picture that cannot be decoded becomes a grey one
@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -110,6 +112,9 @@ class Plan:
         return f"a batch of {self.batch_size} draws from {seen} of {shards} shards (a perfect draw from {expected:.1f})"
 
 
+Prepared = Callable[[], tuple[Batch, dict[int, str]]]
+
+
 class ViewOf(Protocol):
     """Chooses the window of a picture and the number of its caption."""
 
@@ -150,7 +155,15 @@ class Waits:
     decode: Series = field(default_factory=Series)
     """The training loop waited for a decoded batch: the only one that costs training time."""
     decode_busy: Series = field(default_factory=Series)
-    """Work of decoding and tokenising one batch."""
+    """One batch held up the next one: decoding and tokenising it, less what was done while the loop was behind."""
+
+
+class _Begun(NamedTuple):
+    """A batch that is being decoded, and the seconds that beginning it took."""
+
+    raw: RawBatch
+    finish: Prepared
+    seconds: float
 
 
 class Preparer:
@@ -161,6 +174,10 @@ class Preparer:
 
     def prepare(self, step: int, samples: list[Sample], view_of: ViewOf) -> tuple[Batch, dict[int, str]]:
         """The batch, and the reason of each position whose picture is bad."""
+        return self.begin(step, samples, view_of)()
+
+    def begin(self, step: int, samples: list[Sample], view_of: ViewOf) -> Prepared:
+        """`prepare` begun, to be finished by calling the result, before which the next one may be begun."""
         pictures: list[Picture | None] = []
         captions: list[str] = []
         reasons = {i: sample.reason for i, sample in enumerate(samples) if not sample.ok}
@@ -168,16 +185,22 @@ class Preparer:
             picture, caption = (None, 0) if i in reasons else self._look_at(i, sample, view_of, reasons)
             pictures.append(picture)
             captions.append(sample.captions[caption] if sample.captions else "")
-        pixels, undecoded = self.decoder.decode(pictures)
-        reasons |= undecoded
-        valid = torch.ones(len(samples), dtype=torch.bool)
-        valid[list(reasons)] = False
-        group = torch.tensor([s.image_group for s in samples], dtype=torch.int64)
-        return Batch(step, pixels, self.tokens(captions), valid, group, [s.uid for s in samples]), reasons
+        decoded = self.decoder.begin(pictures)
+
+        def finish() -> tuple[Batch, dict[int, str]]:
+            tokens = self.tokens(captions)
+            pixels, undecoded = decoded()
+            bad = reasons | undecoded
+            valid = torch.ones(len(samples), dtype=torch.bool)
+            valid[list(bad)] = False
+            group = torch.tensor([s.image_group for s in samples], dtype=torch.int64)
+            return Batch(step, pixels, tokens, valid, group, [s.uid for s in samples]), bad
+
+        return finish
 
     def tokens(self, captions: list[str]) -> Tensor:
         """int64 (b, L), cut behind the longest."""
-        return trim(torch.from_numpy(self.tokenizer.encode(captions, self.context)).long()).contiguous()
+        return trim(torch.from_numpy(self.tokenizer.encode(captions, self.context))).long().contiguous()
 
     def _look_at(self, i: int, sample: Sample, view_of: ViewOf, reasons: dict[int, str]) -> tuple[Picture | None, int]:
         try:
@@ -296,30 +319,41 @@ class Loader:
 
     def _work(self) -> None:
         try:
-            for epoch in range(self.start // self.plan.steps_per_epoch, -(-self.stop // self.plan.steps_per_epoch)):
-                if not self._one_epoch(epoch):
+            for batch in self._batches():
+                if not self._put(batch):
                     return
         except BaseException as error:  # crosses to the loop's thread, where it is raised
             self._put(error)
 
-    def _one_epoch(self, epoch: int) -> bool:
-        """Whether anyone still wants batches."""
-        first = epoch * self.plan.steps_per_epoch
-        view_of = Augment(self.plan.seed, epoch, self.crop, self.flip, self.colour)
-        begin = max(0, self.start - first)
-        with BatchReader(self.plan.shard_set, self.plan.order(epoch), self.rank, self.ranks, begin) as reader:
-            batches = iter(reader)
-            for step in range(first + begin, min(self.stop, first + self.plan.steps_per_epoch)):
-                with self.waits.reader.timed():
-                    raw = next(batches)
-                self._begun = raw
-                with self.waits.decode_busy.timed():
-                    batch, reasons = self.preparer.prepare(step, raw.samples, view_of)
-                self._begun = None
-                self.quarantine.note(batch, raw.samples, reasons)
-                if not self._put(batch):
-                    return False
-        return True
+    def _batches(self) -> Iterator[Batch]:
+        """Decoded batches; where the reader keeps up, each is finished after the next one has been begun."""
+        begun = deque[_Begun]()
+        steps_per_epoch = self.plan.steps_per_epoch
+        for epoch in range(self.start // steps_per_epoch, -(-self.stop // steps_per_epoch)):
+            first = epoch * steps_per_epoch
+            begin = max(0, self.start - first)
+            view_of = Augment(self.plan.seed, epoch, self.crop, self.flip, self.colour)
+            with BatchReader(self.plan.shard_set, self.plan.order(epoch), self.rank, self.ranks, begin) as reader:
+                batches = iter(reader)
+                for step in range(first + begin, min(self.stop, first + steps_per_epoch)):
+                    if len(begun) > 1 or (begun and not reader.ready):
+                        yield self._finish(begun.popleft())
+                    with self.waits.reader.timed():
+                        raw = next(batches)
+                    start = time.perf_counter()
+                    finish = self.preparer.begin(step, raw.samples, view_of)
+                    begun.append(_Begun(raw, finish, time.perf_counter() - start))
+        while begun:
+            yield self._finish(begun.popleft())
+
+    def _finish(self, begun: _Begun) -> Batch:
+        raw, start = begun.raw, time.perf_counter()
+        self._begun = raw
+        batch, reasons = begun.finish()
+        self._begun = None
+        self.waits.decode_busy.add(begun.seconds + time.perf_counter() - start)
+        self.quarantine.note(batch, raw.samples, reasons)
+        return batch
 
     def _put(self, item: Batch | BaseException) -> bool:
         while not self._closed.is_set():
@@ -335,11 +369,11 @@ class Loader:
             self._queue.get_nowait()
 
 
-def make_decoder(kind: str, size: int, threads: int, batch: int, device: torch.device) -> Decoder:
+def make_decoder(kind: str, size: int, workers: int, batch: int, device: torch.device) -> Decoder:
     """The decoder that `--decode` names; `auto` takes DALI where there is a GPU and the package."""
     from train.decode_cpu import CpuDecoder
     from train.decode_dali import DaliDecoder, dali_installed
 
     if kind == "dali" or (kind == "auto" and device.type == "cuda" and dali_installed()):
-        return DaliDecoder(size, threads, batch, device)
-    return CpuDecoder(size, threads)
+        return DaliDecoder(size, workers, batch, device)
+    return CpuDecoder(size, workers)

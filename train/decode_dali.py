@@ -11,11 +11,12 @@ What it shows without a word is a picture damaged in the middle of its scan: the
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,8 @@ from torch import Tensor
 from core import images
 from core.errors import HardwareError, ImageError, RunError
 from train.colour import recolour
-from train.decode_cpu import GREY, CpuDecoder, Picture, View, middle_view
+from train.decode_cpu import CpuDecoder, Decoded, Decoder, Picture, View, middle_view
+from train.decode_pool import GREY
 
 if TYPE_CHECKING:
     from nvidia.dali.pipeline import Pipeline
@@ -42,7 +44,7 @@ def dali_installed() -> bool:
     return importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
 
 
-class DaliDecoder:
+class DaliDecoder(Decoder):
     """Decodes batches of at most `batch` pictures; pixels stay on `device`.
 
     Raises:
@@ -58,11 +60,14 @@ class DaliDecoder:
         self._pipeline = self._build()
         self._spare: CpuDecoder | None = None
 
-    def decode(self, pictures: Sequence[Picture | None]) -> tuple[Tensor, dict[int, str]]:
-        with self._lock:
-            return self._decode(pictures)
+    def begin(self, pictures: Sequence[Picture | None]) -> Callable[[], Decoded]:
+        return functools.partial(self._decode, pictures)
 
-    def _decode(self, pictures: Sequence[Picture | None]) -> tuple[Tensor, dict[int, str]]:
+    def _decode(self, pictures: Sequence[Picture | None]) -> Decoded:
+        with self._lock:
+            return self._with_faults(pictures)
+
+    def _with_faults(self, pictures: Sequence[Picture | None]) -> Decoded:
         reasons: dict[int, str] = {}
         ready = [None if p is None else self._prepared(i, p, reasons) for i, p in enumerate(pictures)]
         try:

@@ -187,7 +187,7 @@ def _observed(rows: list[dict[str, Any]]) -> Evidence:
         busy=sum(busy) / len(busy) if busy else None,
         gpu=bool(busy),
         cores=cores(),
-        threads=cores(),
+        workers=cores(),
     )
 
 
@@ -279,7 +279,7 @@ def _try(bench: Bench, seconds: float) -> tuple[Evidence, Trial]:
         small_bytes=bench.small_bytes() if oversize > OVERSIZE else None,
         reading_share=both.places["reader"]["sum"] / decoding if decoding else 0.0,
         gpu=bench.device.type == "cuda",
-        threads=bench.threads,
+        workers=bench.workers,
         cores=cores(),
         oversize=oversize,
         progressive=bench.pictures.progressive,
@@ -327,7 +327,7 @@ def _stages(e: Evidence, both: Trial | None, verdict: str) -> list[dict[str, Any
         ("read and verify", e.read_rate, None, 1 - e.reading_share, "network" if e.remote else "disk"),
         (
             "decode, augment, tokenise", e.decode_rate, min(1.0, share("decode_busy")) if both else None,
-            both.ready / QUEUE_DEPTH if both else None, f"{e.threads} of {e.cores} cores",
+            both.ready / QUEUE_DEPTH if both else None, f"{e.workers} of {e.cores} cores",
         ),
         ("model", e.model_rate, share("compute"), None, "GPU" if e.gpu else f"{e.cores} cores"),
     ]  # fmt: skip

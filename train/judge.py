@@ -76,7 +76,7 @@ class Evidence:
     gpu: bool = False
     remote: bool = False
     """Whether the shards lie behind a URL."""
-    threads: int = 1
+    workers: int = 1
     cores: int = 1
     oversize: float = 1.0
     """Area of a stored picture over the model's input."""
@@ -246,9 +246,9 @@ def fixes(verdict: str, e: Evidence) -> list[Fix]:
 
 def _decode_fixes(e: Evidence) -> list[Fix]:
     found = _smaller(e)
-    if e.threads < e.cores:
-        words = f"use every core: --threads {e.cores}"
-        found.append(Fix("few_threads", words, gain_of(e, "threads"), "threads"))
+    if e.workers < e.cores:
+        words = f"use every core: --workers {e.cores}"
+        found.append(Fix("few_workers", words, gain_of(e, "workers"), "workers"))
     if e.gpu:
         found.append(Fix("slow_cores", "decode on the GPU: --decode dali"))
     if e.progressive > PROGRESSIVE:

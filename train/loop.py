@@ -86,7 +86,7 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
 
     # ---- loop, evaluation, end --------------------------------------------------------------------------------------
     share = plan.batch_size // ranks.size
-    decoder = make_decoder(config.decode, shape.image_size, _threads(config, ranks), share, ranks.device)
+    decoder = make_decoder(config.decode, shape.image_size, _workers(config, ranks), share, ranks.device)
     with (
         contextlib.closing(decoder),
         _stop_signals() as stop,
@@ -419,9 +419,9 @@ def _any_rank(ranks: World, *flags: bool) -> list[bool]:
     return [bool(value) for value in packed.tolist()]
 
 
-def _threads(config: TrainConfig, ranks: World) -> int:
-    """Decode threads of this rank; the launcher has divided the cores by the local ranks for OpenMP already."""
-    return config.threads or max(1, min(cores(), torch.get_num_threads()))
+def _workers(config: TrainConfig, ranks: World) -> int:
+    """Decoders of this rank; the launcher has divided the cores by the local ranks for OpenMP already."""
+    return config.workers or max(1, min(cores(), torch.get_num_threads()))
 
 
 @contextlib.contextmanager

@@ -52,8 +52,8 @@ def _changed(kind: str, bench: Bench, shards: tuple[str, ...]) -> Bench:
     """The bench with the settings that the fix changes, on these shards."""
     config, batch = bench.config, bench.batch_size
     weights = config.weights if shards == config.shards else ()
-    threads = cores() if kind == "threads" else bench.threads
-    config = dataclasses.replace(config, shards=shards, weights=weights, threads=threads)
+    workers = cores() if kind == "workers" else bench.workers
+    config = dataclasses.replace(config, shards=shards, weights=weights, workers=workers)
     if kind == "batch":
         batch, config = 2 * batch, dataclasses.replace(config, micro_batch=2 * config.micro_batch)
     if kind == "precision":

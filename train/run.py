@@ -62,7 +62,7 @@ LOCK = ".lock"
 LOST_CONTACT = re.compile(r"gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|TCPStore")
 
 NOT_NEGATIVE = ("cache_gb", "micro_batch", "ranks", "steps", "warmup", "eval_every", "checkpoint_every",
-                "keep_every", "threads", "grad_clip", "lr", "wd")  # fmt: skip
+                "keep_every", "workers", "grad_clip", "lr", "wd")  # fmt: skip
 
 
 class LostContact(RunError):

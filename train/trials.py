@@ -82,7 +82,7 @@ class Bench:
             keep_freed_memory()
         self.config = dataclasses.replace(config, precision=choose_precision(config.precision, device))
         self.batch_size, self.device = batch_size, device
-        self.threads = config.threads or max(1, cores() // ranks)
+        self.workers = config.workers or max(1, cores() // ranks)
         self.shard_set = ShardSet.open(config.shards or f"{config.work}/shards", on_bad=config.on_bad_shard)
         self.plan = Plan.of(self.shard_set, config.seed, batch_size, config.weights)
         self.shape = dataclasses.replace(model_config(config.model), patch_dropout=config.patch_dropout)
@@ -178,7 +178,7 @@ class Bench:
     def _loader(self, epoch: int) -> Iterator[Loader]:
         """The run's own loader, from an epoch that the other trials do not read."""
         size, config = self.shape.image_size, self.config
-        decoder = make_decoder(config.decode, size, self.threads, self.batch_size, self.device)
+        decoder = make_decoder(config.decode, size, self.workers, self.batch_size, self.device)
         with contextlib.closing(decoder), tempfile.TemporaryDirectory(prefix="pairmill-trial-") as folder:
             loader = Loader(
                 self.plan, Preparer(decoder, Tokenizer(), self.shape.context),

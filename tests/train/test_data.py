@@ -23,8 +23,9 @@ from core.metrics import Jsonl
 from shardkit.reader import ShardSet
 from tests.train.shards import make_work, photograph
 from train.data import FEW_BAD, Augment, Batch, Loader, Plan, Preparer, Quarantine, make_decoder
-from train.decode_cpu import GREY, CpuDecoder
+from train.decode_cpu import CpuDecoder
 from train.decode_dali import dali_installed
+from train.decode_pool import GREY
 from train.tokenizer import Tokenizer
 
 SIZE, CONTEXT, BATCH = 32, 77, 24
@@ -232,7 +233,7 @@ def test_a_mixture_of_sets_is_loaded_in_its_shares(work: Path, foreign: Path, tm
         Plan.of(shard_set, 0, BATCH, weights=(1, 2, 3))
 
 
-# A second process stops the decoder's own threads for good, as a debugger does; the first one trains on.
+# The decoder's workers, or DALI's threads in this process, are stopped for good, as a debugger does.
 _FREEZE = """
 import ctypes, sys
 ptrace = ctypes.CDLL(None, use_errno=True).ptrace
@@ -243,7 +244,7 @@ print("frozen", flush=True)
 sys.stdin.read()
 """
 _FROZEN = """
-import os, subprocess, sys, torch
+import os, signal, subprocess, sys, torch
 from contextlib import closing
 from pathlib import Path
 from shardkit.reader import ShardSet
@@ -255,10 +256,13 @@ before = set(os.listdir("/proc/self/task"))
 decoder = make_decoder(kind, 32, 2, 24, torch.device("cpu"))
 own = set(os.listdir("/proc/self/task")) - before
 if kind == "cpu":
-    own = {str(thread.native_id) for thread in decoder._pool._pool}
-freezer = subprocess.Popen([sys.executable, "-c", freeze, *own], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-if freezer.stdout.readline() != b"frozen\\n":
-    sys.exit(77)
+    for worker in decoder._pool._crew:
+        worker._pid = worker._greeting()
+        os.kill(worker._pid, signal.SIGSTOP)
+else:
+    freezer = subprocess.Popen([sys.executable, "-c", freeze, *own], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    if freezer.stdout.readline() != b"frozen\\n":
+        sys.exit(77)
 loader = Loader(
     plan, Preparer(decoder, Tokenizer(), 77), Quarantine(Path(work) / "q", 0, 0.01), rank=0, ranks=1, start=2, stop=9,
     crop=0.9, flip=False, starved_s=0.5,

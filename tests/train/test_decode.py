@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -18,8 +14,9 @@ from PIL import Image
 
 from core.images import encode_jpeg, read_header
 from tests.train.shards import photograph
-from train.decode_cpu import GREY, NICE, CpuDecoder, Decoder, Picture, View, middle_view, random_view, render
+from train.decode_cpu import CpuDecoder, Decoder, Picture, View, middle_view, random_view, render
 from train.decode_dali import DaliDecoder, dali_installed
+from train.decode_pool import GREY
 
 SIZE = 32
 needs_dali = pytest.mark.skipif(not dali_installed(), reason="DALI is not installed")
@@ -54,19 +51,6 @@ def test_a_window_of_the_target_size_is_the_pixels_themselves(decoder: Decoder) 
     got, reasons = decoder.decode([picture(png(pixels), View(7, 5, SIZE, SIZE))])
     assert not reasons
     assert torch.equal(got[0], torch.from_numpy(pixels[5 : 5 + SIZE, 7 : 7 + SIZE].copy()).permute(2, 0, 1))
-
-
-def test_decode_threads_leave_the_cores_to_the_loop() -> None:
-    before, nice = torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, 0)
-    torch.set_num_threads(2)
-    try:
-        with closing(CpuDecoder(SIZE, 2)) as decoder:
-            decoder.decode([picture(jpeg(1))])
-            seen = decoder._pool.map(lambda _: (torch.get_num_threads(), os.getpriority(os.PRIO_PROCESS, 0)), range(8))
-            assert set(seen) == {(1, min(19, nice + NICE))}
-            assert torch.get_num_threads() == 2 and os.getpriority(os.PRIO_PROCESS, 0) == nice
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_a_mirrored_window_is_the_mirror_image(decoder: Decoder) -> None:
@@ -161,24 +145,3 @@ def test_windows_and_mirrors_are_a_function_of_the_draw() -> None:
 def test_middle_view_is_the_largest_square_in_the_middle() -> None:
     assert middle_view(100, 60) == View(20, 0, 60, 60)
     assert middle_view(60, 101) == View(0, 20, 60, 60)
-
-
-STUCK = """
-import threading
-from train import decode_cpu
-begun = threading.Event()
-def render(*_):
-    begun.set()
-    threading.Event().wait()
-decode_cpu.render = render
-decoder = decode_cpu.CpuDecoder(8, 1)
-picture = decode_cpu.Picture(b"", None, decode_cpu.middle_view(8, 8))
-threading.Thread(target=decoder.decode, args=([picture],), daemon=True).start()
-begun.wait()
-decoder.close()
-"""
-
-
-def test_a_picture_that_hangs_its_thread_holds_up_neither_close_nor_the_end_of_the_process() -> None:
-    done = subprocess.run([sys.executable, "-c", STUCK], cwd=Path(__file__).parents[2], timeout=100)
-    assert done.returncode == 0

@@ -222,9 +222,9 @@ def test_too_few_samples_to_try_a_fix_on_leave_the_diagnosis(tmp_path: Path) -> 
     assert applied["fix"] is None and "at least one batch of 100 samples" in applied["note"]
 
 
-@pytest.mark.parametrize("kind", ["threads", "batch", "local", "smaller", "precision"])
+@pytest.mark.parametrize("kind", ["workers", "batch", "local", "smaller", "precision"])
 def test_every_remedy_can_be_tried(tmp_path: Path, kind: str) -> None:
-    trial = remedies.measure(kind, bench_of(make_large(tmp_path), threads=1), 0.05)
+    trial = remedies.measure(kind, bench_of(make_large(tmp_path), workers=1), 0.05)
     assert trial.rate > 0 and trial.places["decode"]["n"] == trial.steps
 
 

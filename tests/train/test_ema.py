@@ -48,7 +48,7 @@ def test_the_formula_on_parameters_and_running_statistics() -> None:
 def settings(work: Path, name: str, **other: Any) -> TrainConfig:
     return TrainConfig(
         work=str(work), name=name, model="test-32", batch_size=24, steps=8, lr=2e-3, precision="fp32", log_every=1,
-        checkpoint_every=4, keep=20, threads=1, device="cpu", **other,
+        checkpoint_every=4, keep=20, workers=1, device="cpu", **other,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from tests.train.shards import COLOURS, make_work, photograph
 from train import checkpoint
 from train.config import EvalConfig
 from train.data import Preparer
-from train.decode_cpu import CpuDecoder, Picture, middle_view, render
+from train.decode_cpu import CpuDecoder, Decoded, Decoder, Picture, middle_view, render
 from train.distributed import World
 from train.evaluate import (
     TEMPLATES,
@@ -176,12 +176,12 @@ def test_an_unreadable_picture_is_left_out_with_its_captions(tmp_path: Path, pre
 
 
 def test_a_decoder_that_never_answers_ends_an_evaluation(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stuck:
+    class Stuck(Decoder):
         go = threading.Event()
 
-        def decode(self, pictures: object) -> tuple[torch.Tensor, dict[int, str]]:
+        def begin(self, pictures: object) -> Callable[[], Decoded]:
             self.go.wait(60)
-            return torch.zeros(4, 3, SHAPE.image_size, SHAPE.image_size, dtype=torch.uint8), {}
+            return lambda: (torch.zeros(4, 3, SHAPE.image_size, SHAPE.image_size, dtype=torch.uint8), {})
 
         def close(self) -> None: ...
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can 
 def settings(work: Path, name: str) -> TrainConfig:
     return TrainConfig(
         work=str(work), name=name, model="test-32", batch_size=24, steps=STEPS, lr=1e-3, precision="fp32", log_every=1,
-        checkpoint_every=10, threads=1, device="cpu",
+        checkpoint_every=10, workers=1, device="cpu",
     )  # fmt: skip
 
 

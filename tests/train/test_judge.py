@@ -11,12 +11,12 @@ import pytest
 from train.judge import Evidence, Straggler, judge
 
 RECORDED = json.loads((Path(__file__).parent / "evidence.json").read_text())
-GPU = {"gpu": True, "steps": 100, "threads": 4, "cores": 16, "reading_share": 0.1}
+GPU = {"gpu": True, "steps": 100, "workers": 4, "cores": 16, "reading_share": 0.1}
 
 CASES = {
     "decode_bound": Evidence(
         wait_share=0.4, rate=600, model_rate=1000, loader_rate=600, read_rate=9000, decode_rate=600,
-        rehearsed={"threads": 980}, **GPU
+        rehearsed={"workers": 980}, **GPU
     ),
     "read_bound": Evidence(wait_share=0.5, rate=500, model_rate=1000, loader_rate=500, read_rate=500, decode_rate=4000, **GPU),
     "not_input_bound": Evidence(
@@ -52,15 +52,15 @@ def test_a_loader_that_keeps_up_is_left_alone() -> None:
     found = judge(CASES["not_input_bound"])
     assert "Stop tuning the loader" in found["says"]
     assert found["ceiling_gain"] == pytest.approx(1000 / 990 - 1)
-    assert not [fix for fix in found["fixes"] if "threads" in fix["fix"]]
+    assert not [fix for fix in found["fixes"] if "workers" in fix["fix"]]
 
 
 def test_gains_are_what_the_rehearsal_did_as_long_as_the_bytes_come() -> None:
-    (threads,) = (f for f in judge(CASES["decode_bound"])["fixes"] if "--threads 16" in f["fix"])
-    assert threads["predicted_gain"] == pytest.approx(980 / 600 - 1)
+    (workers,) = (f for f in judge(CASES["decode_bound"])["fixes"] if "--workers 16" in f["fix"])
+    assert workers["predicted_gain"] == pytest.approx(980 / 600 - 1)
     slow = dataclasses.replace(CASES["decode_bound"], read_rate=700.0)
-    (threads,) = (f for f in judge(slow)["fixes"] if "--threads 16" in f["fix"])
-    assert threads["predicted_gain"] == pytest.approx(700 / 600 - 1)
+    (workers,) = (f for f in judge(slow)["fixes"] if "--workers 16" in f["fix"])
+    assert workers["predicted_gain"] == pytest.approx(700 / 600 - 1)
     (local,) = judge(dataclasses.replace(CASES["read_bound"], rehearsed={"local": 950}))["fixes"]
     assert local["predicted_gain"] == pytest.approx(950 / 500 - 1)  # from a local disk they do come
     assert judge(CASES["read_bound"])["fixes"][0]["predicted_gain"] is None
@@ -122,7 +122,7 @@ def test_a_rank_that_waits_alone_does_not_make_the_run_input_bound() -> None:
 def test_smaller_pictures_gain_what_the_rehearsal_says() -> None:
     large = dataclasses.replace(
         CASES["decode_bound"], oversize=20.0, rehearsed={"smaller": 900}, small_bytes=0.1, read_rate=80.0, rate=60.0,
-        decode_rate=60.0, loader_rate=60.0, threads=16,
+        decode_rate=60.0, loader_rate=60.0, workers=16,
     )  # fmt: skip
     (fix,) = (f for f in judge(large)["fixes"] if f["cause"] == "large_pictures")
     assert fix["predicted_gain"] == pytest.approx(800 / 60 - 1)  # a tenth of the bytes: reading does 800

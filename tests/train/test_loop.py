@@ -39,7 +39,7 @@ def settings(work: Path, name: str, **other: Any) -> TrainConfig:
     return TrainConfig(
         work=str(work), name=name, model="test-32", batch_size=24, steps=other.pop("steps", 12), lr=2e-3,
         precision="fp32", log_every=1, checkpoint_every=other.pop("checkpoint_every", 4), keep=20,
-        threads=1, device="cpu", **other,
+        workers=1, device="cpu", **other,
     )  # fmt: skip
 
 
