@@ -9,6 +9,7 @@ units there are, and of a killed node the units there were, those written again,
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -24,11 +25,12 @@ from ray.cluster_utils import Cluster
 
 from cli import STAGES
 from core.config import build
-from dedup import edges
+from dedup import edges, publish, store
 
+NOTES = "deciding"  # in the work folder: the nodes that began to publish decisions
 PUBLISHED = {
     "ingest": "ingest/parts/*.parquet", "score": "scores/*.parquet", "dedup": "dedup/signatures/*.parquet",
-    "dedup match": "dedup/edges/captions-*.units/*/*", "shard": "shards/parts/*.parquet",
+    "dedup match": "dedup/edges/captions-*.units/*/*", "dedup keep": f"{NOTES}/*", "shard": "shards/parts/*.parquet",
 }  # fmt: skip
 
 
@@ -49,6 +51,8 @@ def main(settings: dict[str, dict[str, Any]], nodes: int, kill: bool) -> None:
         killer = threading.Thread(target=_kill_in_the_middle, args=given)
         if kill:
             killer.start()
+        if kill and stage == "dedup keep":
+            _stand_still_in_the_middle_of_keep(Path(values["work"]) / NOTES)
         found["summary"] = _run(stage, {**values, "engine": "ray"})
         over.set()
         if kill:
@@ -85,7 +89,9 @@ def _kill_in_the_middle(
     """Kill -9 a node and its workers once something is published, and look until all is: stages clear away some of it."""
     while not _published(stage, work):
         time.sleep(0.002)
-    cluster.remove_node(workers.pop(0), allow_graceful=False)
+    doomed = next((node for node in workers if node.node_id in str(_published(stage, work))), workers[0])
+    workers.remove(doomed)
+    cluster.remove_node(doomed, allow_graceful=False)
     before, began = _published(stage, work), time.monotonic()
     found |= {"before": before, "at_the_kill": len(before), "seen": dict(before)}
     while not over.wait(0.002):
@@ -93,6 +99,31 @@ def _kill_in_the_middle(
         if "went_on" not in found and found["seen"].keys() > before.keys():
             found["went_on"] = round(time.monotonic() - began, 2)
     found.setdefault("went_on", round(time.monotonic() - began, 2))
+
+
+def _stand_still_in_the_middle_of_keep(notes: Path) -> None:
+    """From now on the first task that begins to publish decisions waits there for the death of its node."""
+    alone = store.Store.alone
+
+    def watched(self: store.Store, what: str, task: Callable[[], Any]) -> Any:
+        return alone(self, what, functools.partial(_noted, task, notes) if what == "keep" else task)
+
+    notes.mkdir()
+    store.Store.alone = watched  # type: ignore[method-assign, assignment]
+
+
+def _noted(decide: Callable[[], Any], notes: Path) -> Any:
+    """On a node: decide, and note the node once the marks of the earlier decisions are gone and the first file is begun."""
+    table = publish._cluster_table
+
+    def slow(*given: Any) -> Any:
+        first = not list(notes.iterdir())
+        (notes / ray.get_runtime_context().get_node_id()).touch()
+        time.sleep(600 if first else 0)
+        return table(*given)
+
+    publish._cluster_table = slow  # type: ignore[assignment]
+    return decide()
 
 
 def _published(stage: str, work: str) -> dict[str, int]:

@@ -73,16 +73,15 @@ class _Cut:
     compared: list[Unit]
 
 
-def between(things: Things, folder: Folder, home: str, mark: bytes, *, workers: int, engine: str) -> Edges:
-    """All edges between `things`, or a forest that joins what they join at every similarity.
+def compared(things: Things, folder: Folder, home: str, mark: bytes, *, workers: int, engine: str) -> list[str]:
+    """Compare `things`; the files that hold the edges between them, for `joined`.
 
     Args:
         home: of the units' files in `folder`; for the caller to remove when it has kept the edges.
         mark: of what the files are made from; those of anything else are thrown away.
     """
     if things.count < 2:
-        nothing = np.zeros(0, np.int64)
-        return Edges(nothing, nothing, np.zeros(0, np.float32))
+        return []
     shares = 1 << ((things.keys - 1) // GROUPED).bit_length()
     together = cut(things.bands * shares, max(1, KEYS // things.keys))
     work = _Cut(folder, home, shares, together, cut(things.count, ROWS))
@@ -99,8 +98,13 @@ def between(things: Things, folder: Folder, home: str, mark: bytes, *, workers: 
         )  # fmt: skip
         for _ in run:
             pass
-    found = [np.frombuffer(folder.read(_name(work, "edges", unit)), _EDGE) for unit in work.compared]
-    edges = found[0] if len(found) == 1 else np.concatenate(found)
+    return [_name(work, "edges", unit) for unit in work.compared]
+
+
+def joined(folder: Folder, names: list[str]) -> Edges:
+    """All edges of these files, or a forest that joins what they join at every similarity."""
+    found = [np.frombuffer(folder.read(name), _EDGE) for name in names]
+    edges = found[0] if len(found) == 1 else np.concatenate([np.zeros(0, _EDGE), *found])
     return Edges(edges["a"].astype(np.int64), edges["b"].astype(np.int64), edges["similarity"].astype(np.float32))
 
 

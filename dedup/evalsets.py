@@ -147,23 +147,30 @@ def _digest(kind: str, files: list[str]) -> str:
     return digest.hexdigest()
 
 
-def read(folder: Folder, source: Source, *, workers: int, engine: str) -> Items:
-    """The set's items: read, decoded and hashed unless that was done before.
+def read(folder: Folder, source: Source, *, workers: int, engine: str) -> None:
+    """Read, decode and hash the set's items unless that was done before.
 
     Raises:
         DataError: a tar is damaged.
-        InputError: a table cannot be read, or holds nothing that could be compared.
+        InputError: a table cannot be read.
     """
     folder.sweep(source.home)
     task = functools.partial(_read_unit, folder=folder, source=source)
-    units = source.units()
     for _ in run_units(
-        units, task, done=lambda unit: folder.exists(f"{source.home}/{unit.id}.parquet"), workers=workers, engine=engine,
+        source.units(), task, done=lambda unit: folder.exists(f"{source.home}/{unit.id}.parquet"), workers=workers, engine=engine,
         label=f"dedup: read {source.name}", unit_of_progress="files",
     ):  # fmt: skip
         pass
+
+
+def items(folder: Folder, source: Source) -> Items:
+    """What `read` found.
+
+    Raises:
+        InputError: nothing that could be compared.
+    """
     tables = []
-    for unit in units:
+    for unit in source.units():
         with opened(folder, f"{source.home}/{unit.id}.parquet") as file:
             tables.append(file.read())
     table = pa.concat_tables(tables).combine_chunks()

@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from core import catalog
 from core.errors import InputError, UsageError, nearest
 from core.schema import pair_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import duckdb
 
     from dedup.config import DedupConfig
 
 Mask = npt.NDArray[np.bool_]
+HOLDOUT = "holdout"
 _RULE = re.compile(r"^--\s*rule\s+(?P<name>[\w-]+)\s*(?:\(if\s+(?P<column>\w+)\))?\s*:", re.MULTILINE)
 _POINTED = re.compile(r"(?P<head>LINE (?P<line>\d+): )(?P<text>.*)\n(?P<caret> *)\^")
 _MISSING = re.compile(r'[Cc]olumn "(?P<name>[^"]+)" not found')
@@ -47,47 +47,62 @@ class Rule:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What the conditions say of each fetched pair, in order of (uid, unit, row). `passes` follows the order of rules."""
+    """What the conditions say of each fetched pair, in order of (uid, unit, row). `passes` follows the order of `reasons`."""
 
-    rules: list[Rule]
+    reasons: list[str]
     passes: list[Mask]
     holdout: Mask | None
 
+    @classmethod
+    def of(cls, judged: pa.Table) -> Verdicts | None:
+        """Those that `judge` gave; None where no condition applied."""
+        masks = [column.to_numpy() for column in judged.columns]
+        if not masks:
+            return None
+        rules = len(masks) - (judged.column_names[-1] == HOLDOUT)
+        return cls(judged.column_names[:rules], masks[:rules], masks[rules] if rules < len(masks) else None)
+
     def take(self, rows: npt.NDArray[np.int64]) -> Verdicts:
         return Verdicts(
-            self.rules, [p[rows] for p in self.passes], None if self.holdout is None else self.holdout[rows]
+            self.reasons, [p[rows] for p in self.passes], None if self.holdout is None else self.holdout[rows]
         )
 
 
-def judge(connect: Callable[[], duckdb.DuckDBPyConnection], config: DedupConfig) -> Verdicts | None:
-    """Evaluate every condition of `config` over the fetched pairs, or None where there is no condition that applies.
-
-    Args:
-        connect: gives a connection with the view `pairs`.
+def conditions(config: DedupConfig) -> list[Rule]:
+    """Every condition of `config` in order, that of --holdout last.
 
     Raises:
-        UsageError: a condition that DuckDB does not accept, in DuckDB's words.
-        InputError: an unknown preset, or one that needs a column which is missing or empty everywhere.
+        InputError: an unknown preset.
     """
     rules = [Rule("where", config.where)] if config.where else []
     for name in config.preset:
         rules += load_preset(name)
-    if not rules and not config.holdout:
-        return None
-    connection = connect()
+    return [*rules, Rule(HOLDOUT, config.holdout)] if config.holdout else rules
+
+
+def judge(connection: duckdb.DuckDBPyConnection, rules: list[Rule]) -> pa.Table:
+    """Evaluate the conditions that apply over the fetched pairs: a column each, for `Verdicts.of`.
+
+    Args:
+        connection: with the view `pairs`.
+
+    Raises:
+        UsageError: a condition that DuckDB does not accept, in DuckDB's words.
+        InputError: a preset needs a column which is missing or empty everywhere.
+    """
     known = catalog.columns(connection, "pairs")
     rules = [rule for rule in rules if rule.needs is None or rule.needs in known]
-    if not rules and not config.holdout:
-        return None
-    conditions = [*rules, Rule("holdout", config.holdout)] if config.holdout else rules
-    for condition in conditions:
-        _check(connection, condition, known)
-    answers = _answers(connection, conditions)
-    for rule, answer in zip(rules, answers, strict=False):
+    if not rules:
+        return pa.table({})
+    for rule in rules:
+        _check(connection, rule, known)
+    answers = _answers(connection, rules)
+    for rule, answer in zip(rules, answers, strict=True):
         if ":" in rule.reason and len(answer) and answer.mask.all():
             raise InputError(_empty_column(rule, known))
-    decided = [np.asarray(answer.filled(False), bool) for answer in answers]
-    return Verdicts(rules, decided[: len(rules)], decided[-1] if config.holdout else None)
+    return pa.table(
+        [pa.array(np.asarray(answer.filled(False), bool)) for answer in answers], [rule.reason for rule in rules]
+    )
 
 
 def _answers(connection: duckdb.DuckDBPyConnection, conditions: list[Rule]) -> list[Any]:

@@ -34,6 +34,8 @@ from dedup.sign import digests_of, sign, units_of, unsigned
 from dedup.store import Store, forget
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
     import duckdb
     from rich.console import RenderableType
 
@@ -80,7 +82,7 @@ def run(config: DedupConfig) -> dict[str, Any]:
         if not stage.part.whole:
             stage.reopen()  # the last part is the one that marks it as done again
         stage.share()
-        summary = _signed_in_part(stage, config) or _judged(folder, config, sources)
+        summary = _signed_in_part(stage, config) or _judged(folder, config, sources, inputs)
         if "left" in summary:
             return summary
         summary |= {"seconds": round(time.monotonic() - start, 3), "settings": settings}
@@ -126,50 +128,50 @@ def _signed_in_part(stage: Stage, config: DedupConfig) -> dict[str, Any] | None:
     return stage.left_to_others(lambda: unsigned(folder, units, digests=digests))
 
 
-def _judged(folder: Folder, config: DedupConfig, sources: list[evalsets.Source]) -> dict[str, Any]:
-    """Sign what is not signed yet, and decide."""
+def _judged(folder: Folder, config: DedupConfig, sources: list[evalsets.Source], inputs: str) -> dict[str, Any]:
+    """Make what is not there yet, and decide; whatever takes all pairs at once is a task of the engine."""
     parts = captions.stage(folder, config) if config.captions else PARTS
     units, digests = units_of(folder, parts), digests_of(folder, parts)
     at: dict[str, Any] = {"workers": config.workers, "engine": config.engine}
+    connect = functools.partial(_connected, folder=folder, workers=config.workers)
+    store = Store(folder, _digest(digests), sum(unit.rows for unit in units), connect, **at)
+    rules = filters.conditions(config)
+    for home in ("dedup", "dedup/edges"):
+        folder.sweep(home)
     try:
-        with catalog.reading(folder), _Connection(folder, config) as connection:
-            verdicts = None if config.captions else filters.judge(connection, config)
-            sign(folder, parts, units, digests=digests, **at)
-            sets = [evalsets.read(folder, source, **at) for source in sources]
-            return _Decider(Store(folder, _digest(digests), connection, **at), parts, config).run(verdicts, sets)
+        judged = store.judge(rules, inputs) if rules else ""
+        sign(folder, parts, units, digests=digests, **at)
+        for source in sources:
+            evalsets.read(folder, source, **at)
+        store.match(config.threshold, *store.number())
+        summary = store.alone("keep", _Decider(store, parts, config, judged, sources).run)
+    finally:
+        forget()
+    _alarm(summary)
+    return summary
+
+
+@contextlib.contextmanager
+def _connected(views: Collection[str], *, folder: Folder, workers: int) -> Iterator[duckdb.DuckDBPyConnection]:
+    """DuckDB with these views of the work folder.
+
+    Raises:
+        HardwareError: it needs more memory than it may have.
+        DataError: a file is damaged.
+    """
+    try:
+        with catalog.reading(folder), catalog.connect(folder, memory_gb=_duckdb_gb(), views=views) as connection:
+            connection.execute(f"SET threads = {min(workers or cores(), cores())}")
+            yield connection
     except catalog.errors("OutOfMemoryException") as error:
         raise HardwareError(
             f"DuckDB needs more than the {_duckdb_gb():.3g} GB of memory that it may have here; lower --workers, or take a "
             "machine with more"
         ) from error
-    finally:
-        forget()
 
 
 def _duckdb_gb() -> float:
     return min(DUCKDB_GB, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4e9)
-
-
-class _Connection:
-    """DuckDB over the work folder, opened when it is first asked for: deciding again mostly needs none."""
-
-    def __init__(self, folder: Folder, config: DedupConfig) -> None:
-        self._folder, self._config, self._open = folder, config, contextlib.ExitStack()
-        self._made: duckdb.DuckDBPyConnection | None = None
-
-    def __enter__(self) -> _Connection:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def __call__(self) -> duckdb.DuckDBPyConnection:
-        if self._made is None:
-            views = () if self._config.captions else ("pairs",)
-            made = catalog.connect(self._folder, memory_gb=_duckdb_gb(), views=views)
-            self._made = self._open.enter_context(made)
-            self._made.execute(f"SET threads = {self._config.workers or cores()}")
-        return self._made
 
 
 def _digest(digests: dict[str, str]) -> str:
@@ -178,22 +180,30 @@ def _digest(digests: dict[str, str]) -> str:
 
 @dataclass(frozen=True)
 class _Decider:
-    """Everything a decision reads."""
+    """Everything a decision reads; picklable.
+
+    Args:
+        judged: what the conditions say, by Store.judge; empty for no conditions.
+    """
 
     store: Store
     parts: str
     config: DedupConfig
+    judged: str
+    sources: list[evalsets.Source]
 
-    def run(self, verdicts: Verdicts | None, evaluated: list[evalsets.Items]) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Decide, publish unless it is a dry run, and sum up."""
-        every = self.store.pairs(keys=bool(evaluated))
+        every = self.store.pairs(keys=bool(self.sources))
         sets = int(every.numbers("set_number").max(initial=-1)) + 1
         copies = every.numbers("copies")
         read = int(copies.sum(dtype=np.int64))
-        verdicts = None if verdicts is None else verdicts.take(np.cumsum(copies, dtype=np.int64) - copies)
+        verdicts = self.store.verdicts(self.judged) if self.judged else None
+        verdicts = verdicts and verdicts.take(np.cumsum(copies, dtype=np.int64) - copies)
+        evaluated = [evalsets.items(self.store.folder, source) for source in self.sources]
         matches = [against.match(every, self.store.sets(sets), items, self.config) for items in evaluated]
-        pictures = self.store.image_edges(every)
-        found = self.store.caption_edges(every, self.config.threshold)
+        pictures = self.store.image_edges()
+        found = self.store.caption_edges(self.config.threshold)
         similar, sample = (edges.at_least(self.config.threshold) for edges in found)
         # the others stay, like no other, which is said by saying nothing of them
         rows = np.flatnonzero(in_company(every, similar, pictures) | self._in_question(len(every), verdicts, matches))
@@ -211,7 +221,6 @@ class _Decider:
             publish(self.store.folder, pairs, groups, decisions, holdout, likeness, matches)
         largest = self._largest(pairs, groups.caption)
         empty = boilerplate.counts(every.numbers("boilerplate"))
-        _alarm(largest, empty, len(every))
         dropped = decisions.counts()
         kept = len(every) - sum(dropped.values())
         if read > len(every):
@@ -261,8 +270,8 @@ class _Decider:
     ) -> list[dict[str, Any]]:  # fmt: skip
         """Drop what fails a condition, in order: --where, presets, --holdout, --against, --balance; counts of each."""
         counts = []
-        for rule, passes in zip(*((verdicts.rules, verdicts.passes) if verdicts else ((), ())), strict=True):
-            counts.append(_apply(decisions, rule.reason, free & ~passes))
+        for reason, passes in zip(*((verdicts.reasons, verdicts.passes) if verdicts else ((), ())), strict=True):
+            counts.append(_apply(decisions, reason, free & ~passes))
         if not free.all():
             counts.append({"rule": "holdout", **policy.protect_holdout(decisions, ~free, groups.image)})
         for found in matches:
@@ -318,13 +327,14 @@ def _expected_recall(threshold: float) -> dict[str, float]:
     return {f"{s:g}": round(bands.expected_recall(s, rows), 4) for s in at}
 
 
-def _alarm(largest: list[dict[str, Any]], empty: dict[str, int], pairs: int) -> None:
-    for name, count in empty.items():
+def _alarm(summary: dict[str, Any]) -> None:
+    pairs = summary["pairs"] - summary["dropped"].get("repeated_row", 0)
+    for name, count in summary["boilerplate"].items():
         if count >= max(ALARM_PAIRS, ALARM_SHARE * pairs):
             log.warning(
                 "dedup: %s captions are %s; they say nothing of the picture, drop them with --where", f"{count:,}", name
             )
-    for group in largest:
+    for group in summary["largest"]:
         if group["pairs"] >= max(ALARM_PAIRS, ALARM_SHARE * pairs):
             log.warning(
                 "dedup: %s pairs say nearly the same as %r; boilerplate like this teaches nothing, drop it with --where",

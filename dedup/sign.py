@@ -157,10 +157,28 @@ def mapped(folder: Folder, name: str) -> pa.Table:
     Raises:
         DataError: the file is not whole.
     """
+    with _arrow(folder, name) as file:
+        return file.read_all()
+
+
+def noted(folder: Folder, name: str) -> dict[bytes, bytes]:
+    """What is noted in an Arrow file beside its table, of which nothing is read; nothing where there is no such file.
+
+    Raises:
+        DataError: the file is not whole.
+    """
+    if not folder.exists(name):
+        return {}
+    with _arrow(folder, name) as file:
+        return dict(file.schema.metadata or {})
+
+
+@contextlib.contextmanager
+def _arrow(folder: Folder, name: str) -> Iterator[pa.ipc.RecordBatchFileReader]:
     with _whole(folder, name, "Arrow"):
         source = folder.open(name) if folder.local is None else pa.memory_map(folder.path(name))
         with source, pa.ipc.open_file(source) as file:
-            return file.read_all()
+            yield file
 
 
 def _maker(folder: Folder, name: str) -> str:

@@ -15,7 +15,7 @@ import pytest
 
 from bench.peers import ROOT, ready
 from bench.sides import first_weights
-from bench.small import SmallList, one_thread, results
+from bench.small import SmallList, caption, one_thread, results
 
 PYTHON = ready("ray")
 pytestmark = [
@@ -24,8 +24,9 @@ pytestmark = [
 ]
 
 
-# deciding again at another threshold finds all signatures there, and matches by other bands
-STAGES = ("ingest", "score", "dedup", "dedup match", "shard")
+# deciding again at another threshold finds all signatures there, and matches by other bands; under other conditions it finds
+# those, too, and only decides
+STAGES = ("ingest", "score", "dedup", "dedup match", "dedup keep", "shard")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,11 @@ def stages_in_ray_s_environment(small: SmallList, work: Path, nodes: int, kill: 
     home = work.parent / "home"  # where Ray would leave files of its own
     home.mkdir(parents=True)
     settings = work.parent / "settings.json"
-    settings.write_text(json.dumps({stage: small.settings(stage, str(work)) for stage in STAGES}))
+    values = {stage: small.settings(stage, str(work)) for stage in STAGES}
+    leaks = work.parent / "leaks.csv"
+    leaks.write_text("caption\n" + caption(12) + "\n")
+    values["dedup keep"] = {**values["dedup match"], "where": "uid > '2'", "against": [str(leaks)]}
+    settings.write_text(json.dumps(values))
     environment = one_thread({"HOME": str(home), "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"})
     command = [str(PYTHON), "-m", "bench.ray_nodes", str(settings), str(nodes), kill]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
@@ -63,6 +68,7 @@ def test_a_cluster_makes_what_this_machine_makes(
     assert results(str(tmp_path / "work")) == local
     assert said["ingest"]["summary"]["outcomes"] == {"ok": small.pictures}
     assert said["ingest"]["summary"]["cpu_seconds"] > 0
+    assert min(said["dedup keep"]["summary"]["dropped"][why] for why in ("where", "against:leaks")) > 0
 
 
 def test_two_nodes_of_which_one_is_killed_in_every_stage(

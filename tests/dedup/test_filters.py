@@ -240,3 +240,22 @@ def test_a_preset_of_which_nothing_applies_drops_nothing(tmp_path: Path) -> None
     rules = tmp_path / "mine.sql"
     rules.write_text("-- rule score (if score): a good one\nscore > 3;")
     assert decide(tmp_path, preset=(str(rules),))["kept"] == 1
+
+
+def test_conditions_are_evaluated_once_and_again_when_they_or_the_pairs_change(tmp_path: Path) -> None:
+    work, preset, rows = tmp_path / "work", tmp_path / "mine.sql", [_row(f"{n}", width=500 + n) for n in range(6)]
+    answers = work / "dedup/edges/verdicts.arrow"
+    write_parts(work, rows)
+
+    def dropped(side: int, **more: Any) -> int:
+        preset.write_text(f"-- rule side: of some width\nwidth >= {side};")
+        return int(decide(work, preset=(str(preset),), policy="image", **more)["dropped"].get("mine:side", 0))
+
+    assert dropped(502) == 2
+    stamp = answers.stat().st_mtime_ns
+    assert dropped(502, threshold=0.9) == 2 and answers.stat().st_mtime_ns == stamp
+    assert dropped(503, threshold=0.8) == 3, "the same name and another predicate"
+    assert dropped(503, holdout="width = 500") == 2
+    assert dropped(503) == 3
+    write_parts(work, [{**row, "width": row["width"] + 1} for row in rows])
+    assert dropped(503) == 2
