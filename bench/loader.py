@@ -72,15 +72,32 @@ def ours(shards: Path, cores: int) -> dict[str, float]:
         batches = iter(loader)
         for _ in range(WARM // BATCH):
             next(batches)
-        cpu, start, taken = time.process_time(), time.perf_counter(), 0
+        cpu, start, taken = _cpu_s(loader), time.perf_counter(), 0
         while taken < IMAGES:
             batch = next(batches)
             assert batch.pixels_bCSS.shape[1:] == (3, SIZE, SIZE) and bool(batch.valid_b.all())
             taken += len(batch.uids)
-        return {"images": taken, "seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+        return {"images": taken, "seconds": time.perf_counter() - start, "cpu": _cpu_s(loader) - cpu}
 
 
-def _loader(shards: Path, threads: int, pictures: int, kind: str = "cpu", max_bad: float = 0.01) -> Any:
+def _processes(loader: Any) -> list[str]:
+    """This process and those that decode for it."""
+    pool = getattr(loader.preparer.decoder, "_pool", None)  # DALI's decoder has none
+    return ["self", *(str(worker._pid) for worker in pool._crew)] if pool else ["self"]
+
+
+def _cpu_s(loader: Any) -> float:
+    workers = (Path(f"/proc/{one}/schedstat").read_text() for one in _processes(loader)[1:])
+    return time.process_time() + sum(float(text.split()[0]) for text in workers) / 1e9
+
+
+def _memory_mb(loader: Any) -> float:
+    """Of all its processes, memory that they share counted once."""
+    texts = (Path(f"/proc/{one}/smaps_rollup").read_text() for one in _processes(loader))
+    return sum(float(text.partition("\nPss:")[2].split()[0]) for text in texts) * 1024 / 1e6
+
+
+def _loader(shards: Path, workers: int, pictures: int, kind: str = "cpu", max_bad: float = 0.01) -> Any:
     import torch
 
     from shardkit.reader import ShardSet
@@ -88,7 +105,7 @@ def _loader(shards: Path, threads: int, pictures: int, kind: str = "cpu", max_ba
     from train.tokenizer import Tokenizer
 
     plan = Plan.of(ShardSet.open(shards), 0, BATCH)
-    preparer = Preparer(make_decoder(kind, SIZE, threads, BATCH, torch.device("cpu")), Tokenizer(), 77)
+    preparer = Preparer(make_decoder(kind, SIZE, workers, BATCH, torch.device("cpu")), Tokenizer(), 77)
     quarantine = Quarantine(shards.parent / "quarantine.jsonl", 0, max_bad)
     return Loader(plan, preparer, quarantine, rank=0, ranks=1, start=0, stop=pictures // BATCH, crop=0.9, flip=False)
 
@@ -139,8 +156,7 @@ def memory(shards: Path) -> dict[str, float]:
                 while loader.ready < QUEUE_DEPTH and epoch <= EPOCHS:  # each look sees as many batches
                     time.sleep(0.01)
                 trim(0)
-                resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-                seen[epoch] = resident, len(os.listdir("/proc/self/fd"))
+                seen[epoch] = _memory_mb(loader), len(os.listdir("/proc/self/fd"))
     (early, files), (late, files_late) = seen[2], seen[EPOCHS]
     return {"mb": early, "grown_mb": late - early, "files": files, "grown_files": files_late - files}
 
@@ -197,10 +213,13 @@ def past_damage(shards: Path, kind: str) -> dict[str, float]:
         for round_ in range(4):  # the first warms up
             for name, folder in tars.items():
                 with _loader(folder, 1, PICTURES, kind, max_bad=0.05) as loader:
-                    cpu, invalid = time.process_time(), 0
-                    for batch in loader:
+                    batches, taken = iter(loader), BATCH
+                    invalid = int((~next(batches).valid_b).sum())
+                    cpu = _cpu_s(loader)  # by then all workers are there
+                    for batch in batches:
                         invalid += int((~batch.valid_b).sum())
-                    spent = time.process_time() - cpu
+                        taken += BATCH
+                    spent = (_cpu_s(loader) - cpu) * PICTURES / (taken - BATCH)
                 assert (invalid > 0) == (name == "damaged"), (name, invalid)
                 rates[name] += [PICTURES / spent] if round_ else []
     return {name: statistics.median(found) for name, found in rates.items()}
