@@ -112,17 +112,22 @@ class Task(NamedTuple):
 def serve(control: socket.socket, codec: str) -> None:
     """Fork a worker for each connection that comes; when whoever sends them is gone, all workers go, too."""
     render_into = importlib.import_module(codec).render_into  # and torch with it, once for all workers
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
-    while True:
-        _, files, _, _ = socket.recv_fds(control, 1, 1)
-        if not files:
-            os.killpg(0, signal.SIGKILL)
-        if os.fork() == 0:
+    children = set[int]()
+    while files := socket.recv_fds(control, 1, 1)[1]:
+        while children and (ended := os.waitpid(-1, os.WNOHANG)[0]):
+            children.remove(ended)
+        pid = os.fork()
+        if pid == 0:
             control.close()
             with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
                 _work(Connection(files[0]), render_into)
             os._exit(0)
+        children.add(pid)
         os.close(files[0])
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+    for pid in children:  # so that whoever started all this is charged for it
+        os.waitpid(pid, 0)
 
 
 def _work(connection: Connection, render_into: Render) -> None:

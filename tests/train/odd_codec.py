@@ -13,6 +13,8 @@ from core.schema import Outcome
 from train import decode_cpu
 from train.decode_pool import Pixels
 
+BURNT_S = 8.0  # of CPU, more than it takes to start everything
+
 
 def render_into(pixels: Pixels, data: bytes, view: decode_cpu.View) -> None:
     word, _, rest = data.partition(b" ")
@@ -28,6 +30,9 @@ def render_into(pixels: Pixels, data: bytes, view: decode_cpu.View) -> None:
     elif word == b"hang":
         while True:
             time.sleep(1)
+    elif word == b"burn":
+        while time.process_time() < BURNT_S:
+            pass
     elif word == b"fault":
         raise ZeroDivisionError("of the codec's own")
     elif word == b"half":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 from core.errors import RunError
 from core.images import Header
+from tests.train.odd_codec import BURNT_S
 from train import decode_pool
 from train.decode_cpu import Picture, View
 from train.decode_pool import CRASHED, GREY, NICE, Pool
@@ -225,3 +227,13 @@ def test_a_forked_child_has_workers_of_its_own(pool: Pool) -> None:
 
 def pids(pool: Pool) -> list[int]:
     return [worker._pid for worker in pool._crew]
+
+
+def test_what_workers_compute_is_charged_to_the_process_that_asked() -> None:
+    code = KILLED.replace('said("hang"), said("fill 1")', 'said("burn"), said("fill 1")').replace(
+        "8)\n{end}", "8)()\n{end}"
+    )
+    before = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    command = [sys.executable, "-c", code.replace("{end}", "sys.exit(0)")]
+    subprocess.run(command, cwd=Path(__file__).parents[2], timeout=100, check=True, stdout=subprocess.DEVNULL)
+    assert sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before > BURNT_S
