@@ -220,8 +220,10 @@ class Folder:
         local = self._local_path(name)
         if local is None:
             fs, path = self._remote(name)
-            with contextlib.suppress(FileNotFoundError):  # another run may remove it, too
-                if fs.exists(path):
+            with contextlib.suppress(FileNotFoundError):  # also where another run removes it meanwhile
+                if fs.info(path)["type"] == "file":
+                    fs.rm_file(path)  # a recursive one would look for more below it
+                else:
                     fs.rm(path, recursive=True)
         elif local.is_dir() and not local.is_symlink():
             shutil.rmtree(local)

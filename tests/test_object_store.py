@@ -107,6 +107,18 @@ def test_an_upload_in_pieces_is_visible_only_whole(store: Store, bucket: str, tm
     assert store.seen["POST"] >= 2 and folder.read("x") == body
 
 
+def test_removing_takes_a_file_a_folder_or_nothing_and_no_neighbour(store: Store, bucket: str) -> None:
+    folder = Folder(f"{bucket}/gone")
+    for name in ("one", "one-more", "d/one", "d/two/three", "d-more/one"):
+        folder.write(name, b"x")
+    store.seen.clear()
+    folder.remove("one")
+    assert store.seen == {"HEAD": 1, "DELETE": 1}, "a file is not looked for in a listing"
+    for name in ("d", "nothing", "one", "d"):
+        folder.remove(name)
+    assert folder.list("*") == ["d-more", "one-more"] and folder.list("d-more/*") == ["d-more/one"]
+
+
 def test_listings_do_not_grow_with_the_units(store: Store, bucket: str, tmp_path: Path) -> None:
     """Each unit is asked for by name, once whether it is there; all parts are listed as often for 12 units as for 4."""
     listings, units = [], []
