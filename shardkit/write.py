@@ -224,13 +224,10 @@ def fit(body: bytes, sizes: Sequence[int]) -> list[Fitted]:
         ImageError: it cannot be decoded.
     """
     header = images.read_header(body)
-    fits = [images.fits_as_is(body, header, size) for size in sizes]
     fitted = [Fitted(body, header.width, header.height)] * len(sizes)
-    if all(fits):
-        return fitted
     pixels: dict[int, Pixels] = {}
     for i, size in enumerate(sizes):
-        if not fits[i]:
+        if not images.fits_as_is(body, header, size):
             # decoded once for all sizes, but for those that decoding itself scales: a set is the same with and without
             # its companions
             key = size if images.scales_while_decoding(header, size) else 0
