@@ -125,25 +125,28 @@ class Store:
         `copies` (rows of this uid) and `boilerplate`, and with `keys` those of KEYS.
         """
         table = self._kept(ROWS)
-        for name in KEYS if keys else ():
-            table = table.append_column(name, _at(self._signed(name), table["signed_row"].to_numpy()))
+        for name, column in self._signed(*KEYS).items() if keys else ():
+            table = table.append_column(name, _at(column, table["signed_row"].to_numpy()))
         return Pairs(table, lambda: _hashes(self.folder.url, self.of))
 
     def _number(self) -> list[int]:
         """Find the order of pairs, and number their keys, word sets and hashes."""
-        order = self._in_order()
-        uid = _at(self._signed("uid"), order)
+        uid = self._signed("uid")["uid"]
+        order = self._in_order(uid)
+        uid = _at(uid, order)
         new = np.ones(len(uid), bool)
         new[1:] = pc.not_equal(uid[1:], uid[:-1]).to_numpy(zero_copy_only=False)
         first = np.flatnonzero(new)
         at = first if order is None else order[first]
         every = None if order is None and new.all() else at
-        pairs = Pairs(pa.table({name: _at(self._signed(name), every) for name in _NUMBERED_FROM}))
+        signed = self._signed(*_NUMBERED_FROM, "boilerplate")
+        # popped, so that only one column is there twice
+        pairs = Pairs(pa.table({name: _at(signed.pop(name), every) for name in _NUMBERED_FROM}))
         table = pairs.numbered()
         columns = {
             "uid": uid if new.all() else _at(uid, first), "signed_row": pa.array(at.astype(np.int32)),
             "copies": pa.array(np.diff(np.append(first, len(new))).astype(np.int32)),
-            "boilerplate": _at(self._signed("boilerplate"), every),
+            "boilerplate": _at(signed.pop("boilerplate"), every),
         }  # fmt: skip
         for name, column in columns.items():
             table = table.append_column(name, column)
@@ -159,25 +162,24 @@ class Store:
         self._write(ROWS, noting)  # last: where it is, the others are
         return counts
 
-    def _in_order(self) -> I64 | None:
+    def _in_order(self, uid: pa.ChunkedArray) -> I64 | None:
         """Rows of the signatures in order of (uid, unit, row); None where that is how they lie."""
-        uid = self._signed("uid")
         if pc.all(pc.less(uid[:-1], uid[1:]), min_count=0).as_py():
             return None
-        rows = pa.table(
-            [uid, self._signed("unit"), self._signed("row"), np.arange(len(uid))], ["uid", "unit", "row", "place"]
-        )
+        rows = pa.table({"uid": uid, **self._signed("unit", "row"), "place": np.arange(len(uid))})
         with self.connect(()) as connection:
             signed: Any = connection.from_arrow(rows)
             return np.asarray(signed.order('uid, unit, "row"').project("place").fetchnumpy()["place"], np.int64)
 
-    def _signed(self, name: str) -> pa.ChunkedArray:
-        """One column of the signatures, part after part."""
-        chunks = []
+    def _signed(self, *names: str) -> dict[str, pa.ChunkedArray]:
+        """Columns of the signatures, part after part. Each part is opened once, since on a store that takes requests."""
+        chunks: dict[str, list[pa.Array]] = {name: [] for name in names}
         for path in self.folder.list("dedup/signatures/*.parquet"):
             with opened(self.folder, path) as file:
-                chunks += file.read(columns=[name], use_threads=False)[name].chunks
-        return pa.chunked_array(chunks, SIGNATURES.field(name).type)
+                part = file.read(columns=list(names), use_threads=False)
+            for name in names:
+                chunks[name] += part[name].chunks
+        return {name: pa.chunked_array(chunks[name], SIGNATURES.field(name).type) for name in names}
 
     # ---- word sets -----------------------------------------------------------------------------------------------------
 
