@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 GREY = 128  # of the placeholder that stands in for a picture that cannot be decoded
 CRASHED = "its decoder crashed"
 SHARES = 2  # of a batch for each worker, so that none waits long for the last one
+SHARE = 64  # pictures of one at most, so that a message never fills its socket and sending never waits
 AHEAD = 2  # shares given to a worker, so that it need not wait for its next one
 NICE = 10  # of the workers, more than the loop's
 ROOM = 1.25  # size of a slot beside what its first batch takes: the next one's pictures may be larger
@@ -309,7 +310,7 @@ class Pool:
             slot.memory[start:stop] = picture.data
             jobs.append((place, start, stop, tuple(picture.view)))
         asked = Asked(slot, pixels, len(jobs))
-        step = max(1, len(jobs) // (SHARES * len(self._crew)))
+        step = max(1, min(SHARE, len(jobs) // (SHARES * len(self._crew))))
         with self._lock:
             self._todo += [(asked, jobs[i : i + step]) for i in range(0, len(jobs), step)]
             self._give()
