@@ -82,6 +82,13 @@ PAGES = [
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_command_is_shown_with_options_that_it_has(page: Path) -> None:
     text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
-    for verb, words in re.findall(rf"(?:pairmill |-m cli |`)({'|'.join(VERBS)})\b([^`|\n]*)", text):
+    for verb, words in re.findall(rf"(?:pairmill\)? |-m cli |`)({'|'.join(VERBS)})\b([^`|\n]*)", text):
         shown = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", words.split(" #")[0]))
         assert shown <= options(VERBS[verb]), f"{verb} {shown - options(VERBS[verb])}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_shell_script_is_one(page: Path) -> None:
+    for script in re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+        assert not done.returncode and not done.stderr, done.stderr
