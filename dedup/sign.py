@@ -157,8 +157,11 @@ def mapped(folder: Folder, name: str) -> pa.Table:
     Raises:
         DataError: the file is not whole.
     """
-    with _arrow(folder, name) as file:
-        return file.read_all()
+    with _whole(folder, name, "Arrow"):
+        # from a store all of it at once: Arrow would ask for its end, its beginning and what lies between
+        source = pa.BufferReader(folder.read(name)) if folder.local is None else pa.memory_map(folder.path(name))
+        with source, pa.ipc.open_file(source) as file:
+            return file.read_all()
 
 
 def noted(folder: Folder, name: str) -> dict[bytes, bytes]:
@@ -169,16 +172,8 @@ def noted(folder: Folder, name: str) -> dict[bytes, bytes]:
     """
     if not folder.exists(name):
         return {}
-    with _arrow(folder, name) as file:
+    with _whole(folder, name, "Arrow"), folder.open(name) as raw, pa.ipc.open_file(raw) as file:
         return dict(file.schema.metadata or {})
-
-
-@contextlib.contextmanager
-def _arrow(folder: Folder, name: str) -> Iterator[pa.ipc.RecordBatchFileReader]:
-    with _whole(folder, name, "Arrow"):
-        source = folder.open(name) if folder.local is None else pa.memory_map(folder.path(name))
-        with source, pa.ipc.open_file(source) as file:
-            yield file
 
 
 def _maker(folder: Folder, name: str) -> str:
