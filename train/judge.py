@@ -26,6 +26,7 @@ CLEAR = 2.0  # times a threshold, above which (or one over it, below which) a bu
 # A stored picture may be this much larger in area than the model's input before decoding it is waste (random crops).
 OVERSIZE = 1.8
 PROGRESSIVE = 0.2
+AMPLE = 4.0  # times the model's rate, at which a loader keeps no step waiting
 WORTH = 0.02  # a rehearsed gain below this is noise
 
 
@@ -127,7 +128,8 @@ def _place(fix: Fix) -> tuple[bool, float]:
 def losses(e: Evidence) -> dict[str, float]:
     """Share of a step that each possible cause costs, where it is known.
 
-    A small batch and shared cores cost nothing while the loop waits for data anyway.
+    A small batch and shared cores cost nothing while the loop waits for data anyway. It does not where the loader alone is many
+    times as fast as the model: then a batch is there, and taking it is what takes so long beside a short step.
     """
     waiting = "read_bound" if _reading_limits(e) else "decode_bound"
     alone = e.straggler is not None and e.straggler.place == "decode"  # then only one rank's data comes late
@@ -137,7 +139,8 @@ def losses(e: Evidence) -> dict[str, float]:
         "communication_bound": e.comm_share,
         "straggler": e.straggler.lost if e.straggler else None,
     }
-    if e.wait_share < INPUT_BOUND:
+    ample = e.model_rate is not None and (e.loader_rate or 0.0) > AMPLE * e.model_rate
+    if e.wait_share < INPUT_BOUND or ample:
         if e.model_rate and e.double_rate:
             lost["overhead_bound"] = max(0.0, 1 - e.model_rate / e.double_rate)
         elif e.busy is not None:  # a run alone: nobody waits, and yet the GPU has nothing to do

@@ -55,6 +55,12 @@ def test_a_loader_that_keeps_up_is_left_alone() -> None:
     assert not [fix for fix in found["fixes"] if "workers" in fix["fix"]]
 
 
+def test_a_wait_beside_a_loader_of_ample_rate_is_a_short_step() -> None:
+    short = dataclasses.replace(CASES["overhead_bound"], wait_share=0.06, rate=800)
+    assert judge(short)["verdict"] == "overhead_bound"
+    assert judge(dataclasses.replace(short, loader_rate=1500))["verdict"] == "decode_bound"
+
+
 def test_gains_are_what_the_rehearsal_did_as_long_as_the_bytes_come() -> None:
     (workers,) = (f for f in judge(CASES["decode_bound"])["fixes"] if "--workers 16" in f["fix"])
     assert workers["predicted_gain"] == pytest.approx(980 / 600 - 1)
