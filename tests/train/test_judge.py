@@ -56,7 +56,7 @@ def test_a_loader_that_keeps_up_is_left_alone() -> None:
 
 
 def test_a_wait_beside_a_loader_of_ample_rate_is_a_short_step() -> None:
-    short = dataclasses.replace(CASES["overhead_bound"], wait_share=0.06, rate=800)
+    short = dataclasses.replace(CASES["overhead_bound"], wait_share=0.06, rate=800, loader_rate=9000)
     assert judge(short)["verdict"] == "overhead_bound"
     assert judge(dataclasses.replace(short, loader_rate=1500))["verdict"] == "decode_bound"
 
