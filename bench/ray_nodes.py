@@ -113,7 +113,7 @@ def _stand_still_in_the_middle_of_keep(notes: Path) -> None:
 
 
 def _noted(decide: Callable[[], Any], notes: Path) -> Any:
-    """On a node: decide, and note the node once the marks of the earlier decisions are gone and the first file is begun."""
+    """On a node: decide, and note the node when the earlier decisions' mark is gone and their files are not yet replaced."""
     table = publish._cluster_table
 
     def slow(*given: Any) -> Any:
