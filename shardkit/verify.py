@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from isal import isal_zlib
 
@@ -113,8 +114,9 @@ def _verify_set(folder: Folder, home: str, config: VerifyConfig) -> _Set:
         for i, shard in enumerate(listed.shards):
             units.append(Unit(str(i), start, start + shard.samples))
             start += shard.samples
+        verify = VerifyShard(folder, config.deep, folder.sha256(SAMPLES))
         running = run_units(
-            units, VerifyShard(folder, config.deep), done=lambda _: False, workers=config.workers, engine=config.engine,
+            units, verify, done=lambda _: False, workers=config.workers, engine=config.engine,
             label=f"verify ({home})", unit_of_progress="images",
         )  # fmt: skip
         found += [one for _, some in running for one in some]
@@ -155,12 +157,47 @@ def _shards(url: str) -> list[Shard]:
     return read_shard_list(Folder(url)).shards
 
 
+class _Table:
+    """`samples.parquet`, of which each shard's rows are read alone. Its footer is as long as the list of shards."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        with folder.open(SAMPLES) as file:
+            self._footer = pq.read_metadata(file)
+        if "shard" not in self._footer.schema.names:
+            raise pa.ArrowInvalid("it has no column shard")
+        column = self._footer.schema.names.index("shard")
+        groups = [self._footer.row_group(i) for i in range(self._footer.num_row_groups)]
+        self._ranges = [_range(group.column(column).statistics) for group in groups]
+
+    def rows(self, shard: str) -> list[dict[str, Any]]:
+        holding = [i for i, ends in enumerate(self._ranges) if ends is None or ends[0] <= shard <= ends[1]]
+        with self._folder.open(SAMPLES) as file:
+            table = pq.ParquetFile(file, metadata=self._footer).read_row_groups(holding, columns=["shard", *_COLUMNS])
+        return table.filter(pc.equal(table["shard"], shard)).drop_columns("shard").to_pylist()  # type: ignore[no-any-return]
+
+
+def _range(statistics: pq.Statistics | None) -> tuple[str, str] | None:
+    return (statistics.min, statistics.max) if statistics is not None and statistics.has_min_max else None
+
+
+@functools.lru_cache(maxsize=1)
+def _table(url: str, sha256: str) -> _Table:
+    """Opened once a worker, and once more after a repair."""
+    return _Table(Folder(url))
+
+
 @dataclass(frozen=True)
 class VerifyShard:
-    """Verifies one shard; runs in a worker process. Unit `i` is the i-th shard."""
+    """Verifies one shard; runs in a worker process. Unit `i` is the i-th shard.
+
+    Attributes:
+        samples_sha256: of the table of samples as it is.
+    """
 
     folder: Folder
     deep: bool
+    samples_sha256: str
 
     def __call__(self, unit: Unit) -> list[Bad]:
         shard = _shards(self.folder.url)[int(unit.id)]
@@ -173,7 +210,7 @@ class VerifyShard:
 
     def _shard(self, shard: Shard, unit: Unit) -> list[Bad]:
         try:
-            rows = self._rows(shard)
+            rows = _table(self.folder.url, self.samples_sha256).rows(shard.name)
         except (pa.ArrowException, OSError) as error:
             return [_bad(shard.name, f"its rows of {SAMPLES} cannot be read: {error}")]
         digest = self.folder.sha256(shard.name)
@@ -193,10 +230,6 @@ class VerifyShard:
         else:
             tick(unit.rows)
         return found
-
-    def _rows(self, shard: Shard) -> list[dict[str, Any]]:
-        with self.folder.open(SAMPLES) as file:
-            return pq.read_table(file, columns=_COLUMNS, filters=[("shard", "=", shard.name)]).to_pylist()
 
     def _index(self, shard: Shard) -> Iterator[Bad]:
         name = index_name(shard.name)

@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from core.errors import ConfigError, InputError, StorageError
+from core.storage import Folder
 from shardkit.config import ShardConfig, VerifyConfig
 from shardkit.pack import run as pack
-from shardkit.verify import run
+from shardkit.verify import _Table, run
 from tests.shardkit.parts import World, contents, jpeg, small_world
 
 
@@ -155,6 +157,16 @@ def test_samples_that_cannot_be_read_are_bad_and_no_crash(work: Path, keep: int)
     shards = {f"shards/{i:05d}.tar" for i in range(4)}
     assert found["exit_code"] == 5 and {one["shard"] for one in found["bad"]} == shards | {"shards/samples.parquet"}
     assert all("samples.parquet" in one["shard"] + one["reason"] for one in found["bad"])
+
+
+@pytest.mark.parametrize("how", [{}, {"row_group_size": 7}, {"write_statistics": False}])
+def test_a_shards_rows_are_found_however_the_table_is_cut(tmp_path: Path, how: dict[str, Any]) -> None:
+    row = {"uid": "u", "captions": ["a"], "jpg_offset": 0, "jpg_size": 1, "crc32": 2}
+    rows = [{"shard": f"{n // 10:05d}.tar", "key": str(n), **row} for n in range(35)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "samples.parquet", **how)
+    table = _Table(Folder(tmp_path))
+    found = [[one["key"] for one in table.rows(f"{n:05d}.tar")] for n in range(5)]
+    assert found == [[str(n) for n in range(first, min(first + 10, 35))] for first in range(0, 50, 10)]
 
 
 # ---- files that are whole, and wrong ----------------------------------------------------------------------------------
