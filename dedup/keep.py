@@ -75,7 +75,7 @@ def run(config: DedupConfig) -> dict[str, Any]:
     sources = evalsets.find(config.against)
     inputs = captions.fingerprint(config.captions) if config.captions else _fingerprint(folder)
     with open_stage(config, "dedup", home="dedup", inputs=inputs, keep=KEPT) as stage:
-        settings = config.decides()
+        settings = config.decides() | _presets(config)
         if not config.dry_run and _is_decided(folder, stage.finished, settings, sources):
             log.info("dedup: already decided with these settings")
             return stage.finished or {}
@@ -100,6 +100,12 @@ def render(summary: dict[str, Any]) -> RenderableType:
     from dedup import show
 
     return show.summary(summary)
+
+
+def _presets(config: DedupConfig) -> dict[str, object]:
+    """What the presets say today: their files are the user's to change."""
+    rules = {name: [rule.predicate for rule in filters.load_preset(name)] for name in config.preset}
+    return {"preset_rules": xxhash.xxh3_128_hexdigest(json.dumps(rules, sort_keys=True))} if rules else {}
 
 
 def _fingerprint(folder: Folder) -> str:

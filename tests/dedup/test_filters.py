@@ -259,3 +259,11 @@ def test_conditions_are_evaluated_once_and_again_when_they_or_the_pairs_change(t
     assert dropped(503) == 3
     write_parts(work, [{**row, "width": row["width"] + 1} for row in rows])
     assert dropped(503) == 2
+
+
+def test_a_preset_that_was_edited_decides_anew(tmp_path: Path) -> None:
+    work, preset = tmp_path / "work", tmp_path / "mine.sql"
+    write_parts(work, [_row(f"{n}", width=500 + n) for n in range(6)])
+    for side in (501, 504):  # under one name, and with the same settings
+        preset.write_text(f"-- rule side: of some width\nwidth >= {side};")
+        assert decide(work, preset=(str(preset),), policy="image")["dropped"]["mine:side"] == side - 500
