@@ -105,7 +105,7 @@ def render(summary: dict[str, Any]) -> RenderableType:
 def _presets(config: DedupConfig) -> dict[str, object]:
     """What the presets say today: their files are the user's to change."""
     rules = {name: [rule.predicate for rule in filters.load_preset(name)] for name in config.preset}
-    return {"preset_rules": xxhash.xxh3_128_hexdigest(json.dumps(rules, sort_keys=True))} if rules else {}
+    return {"preset_rules": xxhash.xxh3_128_hexdigest(json.dumps(rules, sort_keys=True).encode())} if rules else {}
 
 
 def _fingerprint(folder: Folder) -> str:
