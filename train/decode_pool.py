@@ -111,7 +111,12 @@ class Task(NamedTuple):
 
 
 def serve(control: socket.socket, codec: str) -> None:
-    """Fork a worker for each connection that comes; when whoever sends them is gone, all workers go, too."""
+    """Fork a worker for each connection that comes; when whoever sends them is gone, all workers go, too.
+
+    Signals to all processes of a job (Slurm's, a terminal's) are for that one, which may still want a batch.
+    """
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(one, signal.SIG_IGN)
     render_into = importlib.import_module(codec).render_into  # and torch with it, once for all workers
     children = set[int]()
     while files := socket.recv_fds(control, 1, 1)[1]:

@@ -145,6 +145,18 @@ def test_a_worker_killed_from_outside_costs_no_picture(pool: Pool, tmp_path: Pat
     assert colours(pool.begin(fills(range(30)), SIDE)()[0]) == list(range(30))
 
 
+def test_signals_to_the_whole_job_are_not_for_workers(pool: Pool) -> None:
+    pool.begin(fills([1, 2]), SIDE)()
+    assert decode_pool._server is not None
+    before = pids(pool)
+    for pid in (*before, decode_pool._server.process.pid):
+        for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            os.kill(pid, one)
+    time.sleep(0.2)
+    assert colours(pool.begin(fills(range(20)), SIDE)()[0]) == list(range(20))
+    assert pids(pool) == before and decode_pool._server.process.poll() is None
+
+
 def test_a_fault_of_the_decoder_itself_is_no_bad_picture(pool: Pool) -> None:
     with pytest.raises(RunError, match=r"(?s)no picture's fault.*ZeroDivisionError: of the codec's own"):
         pool.begin([said("fault")], SIDE)()
