@@ -37,6 +37,7 @@ import pyarrow.parquet as pq
 
 from bench.machine import claim
 from bench.peers import peer_python
+from bench.sides import in_a_process
 from dedup import keep
 from dedup.clusters import components
 from dedup.config import DedupConfig
@@ -212,8 +213,7 @@ def by_size(sizes: list[int], plot: str) -> list[dict[str, Any]]:
         for size in sizes:
             path = Path(folder) / "captions.parquet"
             write(path, (planted(min(BLOCK, size - first), first) for first in range(0, size, BLOCK)))
-            command = [sys.executable, "-m", "bench.dedup", "--one", str(path)]
-            points.append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
+            points.append(in_a_process("dedup", "--one", str(path), one_thread=False))
             print(points[-1], file=sys.stderr)
     if plot:
         Path(plot).write_text(drawn(points))

@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from bench.machine import claim
+from bench.sides import in_a_process
 
 GOAL_BYTES = 1 << 30
 SMALL = 2000
@@ -69,15 +66,6 @@ def brute_force(pictures: int, each: int, width: int) -> dict[str, float]:
     return {f"{way}_r{k}": float((rank < k).mean()) for way, rank in ranks.items() for k in (1, 5, 10)}
 
 
-def _in_a_process(pictures: int, each: int, width: int) -> dict[str, Any]:
-    root = str(Path(__file__).parent.parent)
-    sizes = ["--pictures", str(pictures), "--captions-each", str(each), "--width", str(width)]
-    command = [sys.executable, "-m", "bench.evaluate", "--one", *sizes]
-    done = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": root}, stdout=subprocess.PIPE, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pictures", type=int, default=100_000)
@@ -90,7 +78,8 @@ def main() -> None:
     if options.one:
         print(json.dumps(measure(options.pictures, *sizes)))
         return
-    found = _in_a_process(options.pictures, *sizes)
+    words = (f"--pictures={options.pictures}", f"--captions-each={options.captions_each}", f"--width={options.width}")
+    found = in_a_process("evaluate", "--one", *words, one_thread=False)
     small, truth = measure(SMALL, *sizes)["recalls"], brute_force(SMALL, *sizes)
     what = f"retrieval, {options.pictures:,} pictures x {options.pictures * options.captions_each:,} captions"
     claims = [

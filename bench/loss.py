@@ -22,15 +22,14 @@ import argparse
 import json
 import os
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from bench.machine import claim
+from bench.sides import in_a_process
 
 FORMS = ("tiled", "open_clip", "products")
 TIME_GOAL, MEMORY_GOAL, BYTES_GOAL = 0.55, 0.10, 0.51
@@ -95,19 +94,11 @@ def _step(form: str) -> tuple[str, Callable[..., None]]:
     return form, {"tiled": tiled, "products": products}[form]
 
 
-def _in_a_process(form: str, batch: int, width: int) -> dict[str, Any]:
+def _apart(form: str, batch: int, width: int) -> dict[str, Any]:
     from bench.peers import ready
 
-    python = ready("open_clip") if form == "open_clip" else None
-    root = str(Path(__file__).parent.parent)
-    command = [str(python or sys.executable), "-m", "bench.loss", "--form", form, "--batch", str(batch)]
-    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--width", str(width)], env=env, cwd=root, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        sys.exit(f"{form} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    python = (ready("open_clip") if form == "open_clip" else None) or sys.executable
+    return dict(in_a_process("loss", f"--form={form}", f"--batch={batch}", f"--width={width}", python=python))
 
 
 # -- bytes and wrong variants, four ranks -------------------------------------------------------------------------------
@@ -258,7 +249,7 @@ def main() -> None:
     if options.variants:
         print(json.dumps(on_ranks("variants"), indent=1))
         return
-    runs = [{f: _in_a_process(f, options.batch, options.width) for f in FORMS} for _ in range(options.repeat)]
+    runs = [{f: _apart(f, options.batch, options.width) for f in FORMS} for _ in range(options.repeat)]
     best = {f: (min(run[f]["seconds"] for run in runs), float(min(run[f]["bytes"] for run in runs))) for f in FORMS}
     (ours, memory), (peer, peer_memory), (floor, _) = (best[form] for form in FORMS)
     moved = on_ranks("bytes", min(options.batch, 4096), options.width)

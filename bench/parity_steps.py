@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import claim
-from bench.sides import ROOT, open_clips_optimizer
+from bench.sides import in_a_process, open_clips_optimizer
 
 BATCH, LR, WD, WARMUP, TOTAL = 100, 1e-3, 0.2, 59, 295
 GOAL = 1e-4  # of the loss: sums in another order, over some sixty steps of growing weights
@@ -134,24 +132,12 @@ def main() -> None:
     shape = model_config(options.model)
     with tempfile.TemporaryDirectory() as scratch:
         write_batches(options.work.resolve(), Path(scratch), shape.image_size, shape.context, options.steps)
-        sides = []
-        for side, python in (("ours", sys.executable), ("open_clip", str(peer_python("open_clip")))):
-            command = [
-                python,
-                "-m",
-                "bench.parity_steps",
-                "--side",
-                side,
-                "--place",
-                scratch,
-                "--work",
-                str(options.work),
-            ]
-            command += ["--model", options.model, "--steps", str(options.steps)]
-            env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-            done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
-            sides.append(json.loads(done.stdout.splitlines()[-1]))
-    ours, theirs = sides
+        place, work = f"--place={scratch}", f"--work={options.work.resolve()}"
+        words = (place, work, f"--model={options.model}", f"--steps={options.steps}")
+        ours, theirs = (
+            in_a_process("parity_steps", f"--side={side}", *words, python=python)
+            for side, python in (("ours", sys.executable), ("open_clip", peer_python("open_clip")))
+        )
     worst = max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True))
     what = f"{options.model}, {options.steps} steps on the same batches (loss {theirs[0]:.3f} to {theirs[-1]:.3f})"
     found = claim(f"{what}: largest difference of the losses, share of it", worst, goal=GOAL, at_least=False)

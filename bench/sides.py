@@ -1,8 +1,9 @@
-"""What the benches that train beside open_clip share: our verbs as commands, and first weights that both trainers load."""
+"""What benches with sides share: our verbs and their own parts as commands, and first weights that both trainers load."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +18,27 @@ def pairmill(*words: str) -> dict[str, Any]:
     Raises:
         SystemExit: it failed.
     """
-    command = [sys.executable, "-m", "cli", *words, "--json"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    return dict(_said([sys.executable, "-m", "cli", *words, "--json"], dict(os.environ)))
+
+
+def in_a_process(bench: str, *words: str, python: str | Path = sys.executable, one_thread: bool = True) -> Any:
+    """The JSON that a bench prints last where it is run with these words: a side of its own, whose memory and CPU time are
+    measured apart, in a peer's environment where `python` is of one. It finds our packages and no network.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | (
+        {"OMP_NUM_THREADS": "1"} if one_thread else {}
+    )
+    return _said([str(python), "-m", f"bench.{bench}", *words], env)
+
+
+def _said(command: list[str], env: dict[str, str]) -> Any:
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        sys.exit(f"pairmill {' '.join(words)} ended with {done.returncode}; its own words are above")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+        sys.exit(f"{' '.join(command[2:])} ended with {done.returncode}; its own words are above")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def first_weights(place: Path, model: str, seed: int) -> None:

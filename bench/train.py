@@ -26,7 +26,6 @@ import dataclasses
 import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import claim
-from bench.sides import open_clips_optimizer
+from bench.sides import in_a_process, open_clips_optimizer
 
 GOALS = {"ViT-B-32": 2.5, "small-112": 3.0}
 SPLIT_MODEL, SPLIT_BATCH, SPLIT_MICRO = "small-112", 256, 64
@@ -156,19 +155,13 @@ def _open_clips_step(folder: Path) -> Any:
 # -- figures ------------------------------------------------------------------------------------------------------------
 
 
-def _in_a_process(side: str, folder: Path, steps: int, *more: str) -> dict[str, float]:
+def _apart(side: str, folder: Path, steps: int, *more: str) -> dict[str, float]:
     """What `measure` finds in a process of its own; `more` are its options."""
     from bench.peers import peer_python
 
-    python = str(peer_python("open_clip")) if side == "open_clip" else sys.executable
-    root = str(Path(__file__).parent.parent)
-    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    command = [python, "-m", "bench.train", "--side", side, "--case", str(folder), "--steps", str(steps), *more]
-    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{side} failed:\n{done.stderr}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    python = peer_python("open_clip") if side == "open_clip" else sys.executable
+    words = (f"--side={side}", f"--case={folder}", f"--steps={steps}", *more)
+    return dict(in_a_process("train", *words, python=python))
 
 
 def _peak() -> float:
@@ -192,7 +185,7 @@ def compare(model: str, batch: int, steps: int, captions: list[str]) -> dict[str
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         positions = write_case(folder, model, batch, captions)
-        sides = [{s: _in_a_process(s, folder, steps)["seconds"] for s in ("ours", "open_clip")} for _ in range(ROUNDS)]
+        sides = [{s: _apart(s, folder, steps)["seconds"] for s in ("ours", "open_clip")} for _ in range(ROUNDS)]
     ours, theirs = (batch / min(side[s] for side in sides) for s in ("ours", "open_clip"))
     floor = _peak() / flops_per_pair(dataclasses.replace(model_config(model), patch_dropout=0.0), positions)
     what = f"{model}, batch {batch}, bf16, one thread, {positions:.1f} text positions: pairs a CPU second"
@@ -215,7 +208,7 @@ def split(steps: int, captions: list[str], precision: str) -> list[dict[str, Any
             (Path(scratch) / name).mkdir()
             write_case(Path(scratch) / name, SPLIT_MODEL, batch, captions)
         for name in [*cases] * ROUNDS:
-            found = _in_a_process("ours", Path(scratch) / name, steps, *cases[name][1], "--precision", precision)
+            found = _apart("ours", Path(scratch) / name, steps, *cases[name][1], "--precision", precision)
             seconds[name], peak[name] = min(seconds[name], found["seconds"]), min(peak[name], found["bytes"])
     what = f"{SPLIT_MODEL}, {precision}, {{}} pairs by micro-batches of {SPLIT_MICRO}"
     claims = [
