@@ -9,7 +9,7 @@ it costs a download: from nginx on this machine, which is not counted, of pictur
 there nothing is run first.
 
     python -m bench.scale [--rows 10000 100000 1000000] [--plot docs/scale.svg] [--json]
-    python -m bench.scale --fetch 1000 10000 100000   ingest and shard instead, with their downloads
+    python -m bench.scale --fetch 10000 30000 100000   ingest, dedup and shard with their downloads instead; 9 minutes
     python -m bench.scale --plan 100000000    the plan of a list that is made while it is read and never stored; 30 GB of disk
     python -m bench.scale --match 100000000   one unit of matching and one of comparing, among random word sets; 4 GB of disk
 """
@@ -82,7 +82,7 @@ def measure(sizes: list[int], plot: str, listed: Listed, steps: Steps) -> list[d
     found: dict[str, list[tuple[int, float, int]]] = {}
     for rows in [100, *sizes]:
         rounds: dict[str, list[tuple[float, int]]] = {}
-        for _ in range(ROUNDS if steps is STEPS else 1):
+        for _ in range(ROUNDS):
             with tempfile.TemporaryDirectory() as place, listed(Path(place), rows):
                 for number, (name, step) in enumerate(steps.items()):
                     before = list(steps.values())[: number + 1] if steps is STEPS else []
