@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json as jsonlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -90,7 +91,13 @@ def main() -> None:
 
 
 def _stage(module: str) -> Callable[[Any], Summary]:
-    return lambda config: importlib.import_module(module).run(config)
+    def run(config: Any) -> Summary:
+        if address := getattr(config, "ray_address", ""):
+            os.environ["RAY_ADDRESS"] = address  # where Ray itself looks
+        summary: Summary = importlib.import_module(module).run(config)
+        return summary
+
+    return run
 
 
 def _shower(module: str) -> Callable[[Summary, bool], None]:
@@ -146,11 +153,12 @@ def run(
     work: Annotated[str | None, typer.Option(help="Work folder, instead of the recipe's.")] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes, instead of the recipe's.")] = None,
     engine: Annotated[str | None, typer.Option(help="`local` or `ray`, instead of the recipe's.")] = None,
+    ray_address: Annotated[str | None, typer.Option(help="The cluster of `--engine ray`, `HOST:PORT`.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh/--resume", help="Throw earlier results away.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one summary object as the last line.")] = False,
 ) -> None:
     """Run a recipe: ingest, dedup, shard, train, eval, report, skipping what is finished."""
-    given = {"work": work, "workers": workers, "engine": engine, "fresh": fresh or None}
+    given = {"work": work, "workers": workers, "engine": engine, "ray_address": ray_address, "fresh": fresh or None}
     common = {name: value for name, value in given.items() if value is not None}
     summaries = run_recipe(recipe, common=common)
     if json:
@@ -165,7 +173,8 @@ def _demo(config: DemoConfig) -> Summary:
 
     with serve_world(config) as served:
         recipe = str(Path(__file__).parent / "demo" / "recipe.toml")
-        common = {"work": config.work, "workers": config.workers, "engine": config.engine, "fresh": config.fresh}
+        common = {"work": config.work, "workers": config.workers, "engine": config.engine,
+                  "ray_address": config.ray_address, "fresh": config.fresh}  # fmt: skip
         summaries = run_recipe(recipe, common=common, overrides=served.overrides)
     return summarise(served, summaries)
 

@@ -82,6 +82,8 @@ class PoolConfig(VerbConfig):
     """Worker processes; 0 takes one a core."""
     engine: str = setting("local", stable=False, choices=("local", "ray"))
     """Where units run: `local` processes, or `ray` (needs the extra of that name)."""
+    ray_address: str = setting("", stable=False)
+    """The cluster of `--engine ray`, `HOST:PORT`; left out it is RAY_ADDRESS, and without that this machine alone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ class UnitsConfig(StageConfig, PoolConfig):
     each other on one work folder (a Slurm job array); the last one to finish closes the stage."""
 
 
-COMMON = ("work", "workers", "engine", "fresh")
+COMMON = ("work", "workers", "engine", "ray_address", "fresh")
 """Settings that mean the same in every verb that has them; a recipe may say them once for all its stages."""
 
 

@@ -28,6 +28,7 @@ from typing import Any
 from core.errors import ConfigError, HardwareError, PairmillError, RunError
 from core.plan import WHOLE, Part, Unit
 from core.progress import Describe, Progress
+from core.storage import is_of_a_store
 
 log = logging.getLogger("pairmill.runner")
 Task = Callable[[Unit], Any]
@@ -298,8 +299,8 @@ def _ray() -> Any:
         except (OSError, ValueError) as error:
             words = " ".join(str(error).split())
             raise HardwareError(
-                f"expected a Ray cluster at RAY_ADDRESS={address!r}, which cannot be reached ({words}); start one with "
-                "`ray start --head`, or unset RAY_ADDRESS to use this machine alone"
+                f"expected a Ray cluster at {address!r} (--ray-address or RAY_ADDRESS), which cannot be reached ({words}); "
+                "start one with `ray start --head`, or leave the address out to use this machine alone"
             ) from error
     return ray
 
@@ -353,8 +354,9 @@ def _ray_result(ray: Any, reference: Any) -> Any:
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, PairmillError):
-            raise error.cause from error  # Ray's own carries a traceback for a sentence
+        cause = error.cause
+        if isinstance(cause, (PairmillError, OSError)) or (isinstance(cause, Exception) and is_of_a_store(cause)):
+            raise cause from error  # Ray's own carries a traceback for a sentence
         raise
     except ray.exceptions.RayError as error:  # nodes or workers died, too often to be tried again
         raise RunError(

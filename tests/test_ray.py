@@ -82,12 +82,16 @@ def test_two_nodes_of_which_one_is_killed_in_every_stage(
     assert not list((tmp_path / "work/ingest").glob("journal/*")), "what the killed node had begun is cleared away"
 
 
-def test_a_cluster_that_is_not_there_is_one_sentence(small: SmallList, tmp_path: Path) -> None:
-    command = small.command("ingest", str(tmp_path), "--engine", "ray", python=str(PYTHON))
-    environment = one_thread({"HOME": str(tmp_path), "RAY_ADDRESS": "127.0.0.1:9"})
+@pytest.mark.parametrize("told", [[], ["--ray-address", "127.0.0.1:9"]])
+def test_a_cluster_that_is_not_there_is_one_sentence(small: SmallList, tmp_path: Path, told: list[str]) -> None:
+    command = small.command("ingest", str(tmp_path), "--engine", "ray", *told, python=str(PYTHON))
+    environment = one_thread({"HOME": str(tmp_path), "RAY_ADDRESS": "127.0.0.1:8" if told else "127.0.0.1:9"})
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 6, done.stderr[-2000:]
-    assert "RAY_ADDRESS='127.0.0.1:9', which cannot be reached" in done.stderr.splitlines()[-1]
+    assert (
+        "expected a Ray cluster at '127.0.0.1:9' (--ray-address or RAY_ADDRESS), which cannot be reached"
+        in done.stderr.splitlines()[-1]
+    )
     assert "Traceback" not in done.stderr
 
 
@@ -99,3 +103,28 @@ def test_without_ray_one_sentence_says_what_to_install(small: SmallList, tmp_pat
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert done.returncode == 6
         assert "pip install 'pairmill[ray]'" in done.stderr.splitlines()[-1]
+
+
+FAULTS = """
+import sys
+from core.plan import Unit
+from core.runner import run_units
+def task(unit):
+    raise eval(unit.id, {"__import__": __import__})
+for words in sys.argv[1:]:
+    try:
+        list(run_units([Unit(words, 0, 1)], task, done=lambda _: False, workers=1, engine="ray", label="test"))
+    except Exception as error:
+        print(type(error).__name__, str(error).splitlines(), flush=True)
+"""
+
+
+def test_a_fault_of_a_disk_or_a_store_in_a_task_comes_back_as_itself(tmp_path: Path) -> None:
+    lost = "__import__('botocore.exceptions', fromlist=['x']).NoCredentialsError()"
+    environment = one_thread({"HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"})
+    command = [str(PYTHON), "-c", FAULTS, "PermissionError(13, 'Permission denied', 'part.parquet')", lost]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.stdout.splitlines() == [
+        "PermissionError [\"[Errno 13] Permission denied: 'part.parquet'\"]",
+        "NoCredentialsError ['Unable to locate credentials']",
+    ], done.stderr[-2000:]

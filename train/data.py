@@ -340,9 +340,10 @@ class Loader:
                         yield self._finish(begun.popleft())
                     with self.waits.reader.timed():
                         raw = next(batches)
-                    start = time.perf_counter()
+                    self._begun, start = raw, time.perf_counter()
                     finish = self.preparer.begin(step, raw.samples, view_of)
                     begun.append(_Begun(raw, finish, time.perf_counter() - start))
+                    self._begun = None
         while begun:
             yield self._finish(begun.popleft())
 

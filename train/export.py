@@ -382,5 +382,7 @@ def run_folder(work: str, name: str) -> str:
         raise ConfigError(f"expected a --name of letters, digits, '-', '_', '.', '+', found {name!r}")
     folder = Folder(work)
     if folder.local is None:
-        raise ConfigError(f"runs are kept on this machine's disk, found --work {work}; name the shards with --shards")
+        raise ConfigError(
+            f"runs are kept on this machine's disk, found --work {work}; give a local one, and name the shards with --shards"
+        )
     return f"{folder}/runs/{name}"

@@ -160,7 +160,7 @@ def _join(config: TrainConfig, home: Path) -> dict[str, Any]:
         config = gather_objects(_with_precision(config, home, ranks.device))[0]
         with _lost_contact(ranks), _prepared(config, home, ranks):
             barrier()
-            finished = read_done(home)
+            finished = gather_objects(read_done(home))[0]  # a host may have its own folder for runs
             if finished is not None:
                 return _same_data(config, home, finished)
             with _memory_errors(config, ranks):
