@@ -72,6 +72,9 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
     weights = load_weights(config.init, config.model) if config.init and saved is None else None
     shape = _shape(config, saved, weights)
     watch = memory.watch(config, ranks, shape, plan, tokenizer)
+    share = plan.batch_size // ranks.size
+    # its processes start while the model is made
+    decoder = make_decoder(config.decode, shape.image_size, _workers(config, ranks), share, ranks.device)
     clip = _model(config, shape, weights)
     fixed = _fixed(config, plan, tokenizer, shape)
     start = _continue(clip, saved, fixed, ranks, home)
@@ -85,8 +88,6 @@ def train(config: TrainConfig, ranks: World, home: Path, val: str) -> dict[str, 
         checkpoint.restore_optimizer(clip, optimizer, saved.optimizer)
 
     # ---- loop, evaluation, end --------------------------------------------------------------------------------------
-    share = plan.batch_size // ranks.size
-    decoder = make_decoder(config.decode, shape.image_size, _workers(config, ranks), share, ranks.device)
     with (
         contextlib.closing(decoder),
         _stop_signals() as stop,
