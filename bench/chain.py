@@ -58,6 +58,7 @@ from core.runner import cores
 
 PAGE = ROOT / "docs" / "results" / "race.md"
 PICTURE = PAGE.with_suffix(".svg")
+OTHERS = "\n## On other machines\n"
 GOAL = 1 / 3
 KS = (1, 5, 10)
 EPOCHS = 2  # of open_clip, each over less than it has kept; ours counts steps
@@ -670,7 +671,9 @@ def main() -> None:
         return
     found = figures(race, options.seeds)
     if options.page:
-        PAGE.write_text(page(race, found), encoding="utf-8")
+        # what is written by hand of other machines stays
+        _, heading, others = (PAGE.read_text(encoding="utf-8") if PAGE.exists() else "").partition(OTHERS)
+        PAGE.write_text(page(race, found).rstrip() + "\n" + heading + others, encoding="utf-8")
         PICTURE.write_text(picture(found), encoding="utf-8")
     print(json.dumps(claims(found), indent=None if options.json else 1))
 
